@@ -1,8 +1,8 @@
 """Run tiers of tests again and again while other processes compute: ``python -m tests.tally TIER
 ... [--runs N]``.
 
-A tier is a target of the Makefile, such as test-core. Each run adds a line to .tally/tally.jsonl, so
-that a tally can grow over days; the logs of failed runs stay in .tally/. Without a tier, the
+A tier is a target of the Makefile, such as test-core. Each run adds a line to .tally/tally.jsonl,
+so that a tally can grow over days; the logs of failed runs stay in .tally/. Without a tier, the
 command prints the table of all runs so far.
 """
 

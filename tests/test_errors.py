@@ -59,7 +59,9 @@ def test_sections_of_other_pages(monkeypatch):
     assert lines[0].startswith("# Compute a loss in a block")
     assert "## Contrastive losses" in lines
     section = "losses", "Compute a loss in a block", "Contrastive losses"
-    titles = 'the page "Compute a loss in a block" of the documentation, section "Contrastive losses"'
+    titles = (
+        'the page "Compute a loss in a block" of the documentation, section "Contrastive losses"'
+    )
     assert errors.name_section(*section) == titles
     monkeypatch.setattr(errors, "ADDRESS", "https://example.org")
     assert errors.name_section(*section) == "https://example.org/losses.html#contrastive-losses"

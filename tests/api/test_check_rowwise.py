@@ -43,7 +43,9 @@ def test_row_wise_model_passes(function):
 )
 def test_mixed_rows_are_refused(function, place):
     """The message names the output, the cut, and the greatest difference."""
-    with pytest.raises(VerifyError, match=r"Sequential mixes rows\. With 11 rows cut as \d") as caught:
+    with pytest.raises(
+        VerifyError, match=r"Sequential mixes rows\. With 11 rows cut as \d"
+    ) as caught:
         check_rowwise(layer_and(function), torch.randn(11, 3))
     assert place in str(caught.value)
     assert "of its largest value" in str(caught.value)
@@ -59,7 +61,11 @@ def test_tolerance_is_relative():
 
 
 def test_gradients_and_buffers_count():
-    """Batch normalization in training mode differs in its output, its gradients, and its buffers."""
-    with pytest.raises(VerifyError, match=r"output differs.*the gradient of 'weight' differs") as caught:
+    """Batch normalization in training mode differs in its output, its
+    gradients, and its buffers.
+    """
+    with pytest.raises(
+        VerifyError, match=r"output differs.*the gradient of 'weight' differs"
+    ) as caught:
         check_rowwise(nn.BatchNorm1d(3), 5 + torch.randn(11, 3))
     assert "buffer 'running_mean' differs" in str(caught.value)

@@ -43,7 +43,10 @@ class Collator:
 
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_parts_are_balanced(rows, ndevices):
-    """Part sizes differ by at most one, larger parts first. No part is empty, and rows keep their order."""
+    """Part sizes differ by at most one, larger parts first.
+
+    No part is empty, and rows keep their order.
+    """
     parts = tp_collate(ndevices)(plain)(list(range(rows)))
     sizes = [len(part) for part in parts]
     assert torch.cat(parts).tolist() == list(range(rows))
@@ -53,12 +56,19 @@ def test_parts_are_balanced(rows, ndevices):
 
 
 def test_outermost_is_transposed():
-    """A tuple or list becomes a tuple of tuples, also with one device. Nested values stay whole in their part."""
+    """A tuple or list becomes a tuple of tuples, also with one device.
+
+    Nested values stay whole in their part.
+    """
     (x1, x2), (y1, y2) = collate_pairs([(0, 5), (1, 6), (2, 7)])
     assert (x1.tolist(), x2.tolist(), y1.tolist(), y2.tolist()) == ([0, 1], [2], [5, 6], [7])
-    assert_same(tp_collate(1)(lambda s: (torch.tensor(s), 7))([1, 2]), ((torch.tensor([1, 2]),), (7,)))
+    assert_same(
+        tp_collate(1)(lambda s: (torch.tensor(s), 7))([1, 2]), ((torch.tensor([1, 2]),), (7,))
+    )
     assert tp_collate(2)(lambda s: [len(s), sum(s)])([1, 2, 3]) == ((2, 1), (3, 3))
-    assert tp_collate(2)(lambda s: {"inner": {"s": s}})([1, 2]) == {"inner": ({"s": [1]}, {"s": [2]})}
+    assert tp_collate(2)(lambda s: {"inner": {"s": s}})([1, 2]) == {
+        "inner": ({"s": [1]}, {"s": [2]})
+    }
 
 
 @pytest.mark.parametrize("cls", [OrderedDict, UserDict, Sample])
@@ -74,7 +84,10 @@ def test_containers_keep_their_type(cls):
 
 def test_metadata_and_arguments():
     """The function keeps its metadata. Other arguments go to every part."""
-    assert (collate_pairs.__name__, collate_pairs.__doc__) == ("collate_pairs", "Collate pairs into a pair of tensors.")
+    assert (collate_pairs.__name__, collate_pairs.__doc__) == (
+        "collate_pairs",
+        "Collate pairs into a pair of tensors.",
+    )
     assert str(inspect.signature(collate_pairs)) == "(samples, scale=1)"
     assert repr(default_collate(2)) == "default_collate(2)"
     assert inspect.isfunction(collate_pairs.__wrapped__)
@@ -116,7 +129,13 @@ def test_function_of_main_can_be_sent(monkeypatch):
 
 # --- default_collate ---
 
-LEAVES = [lambda row: row, lambda row: row / 2, lambda row: "text", lambda row: b"b", lambda row: torch.tensor([row, row])]
+LEAVES = [
+    lambda row: row,
+    lambda row: row / 2,
+    lambda row: "text",
+    lambda row: b"b",
+    lambda row: torch.tensor([row, row]),
+]
 LAYOUTS = [
     *LEAVES,
     lambda row: tuple(leaf(row) for leaf in LEAVES),
@@ -130,13 +149,21 @@ LAYOUTS = [
 def test_default_collate_equals_torchs(layout, rows, ndevices):
     """For every structure, default_collate equals tp_collate around torch's default_collate."""
     samples = [layout(row) for row in range(rows)]
-    assert_same(default_collate(ndevices)(samples), tp_collate(ndevices)(torch_default_collate)(samples))
+    assert_same(
+        default_collate(ndevices)(samples), tp_collate(ndevices)(torch_default_collate)(samples)
+    )
 
 
 def test_default_collate_cuts_views():
-    """Tensors are copied once. Only the rows of one part need equal shapes; others raise torch's error."""
+    """Tensors are copied once.
+
+    Only the rows of one part need equal shapes; others raise torch's error.
+    """
     one, two = default_collate(2)([torch.zeros(3)] * 4)
     assert one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
-    assert [part.shape for part in default_collate(2)([torch.zeros(2), torch.zeros(3)])] == [(1, 2), (1, 3)]
+    assert [part.shape for part in default_collate(2)([torch.zeros(2), torch.zeros(3)])] == [
+        (1, 2),
+        (1, 3),
+    ]
     with pytest.raises(RuntimeError, match="equal size"):
         default_collate(1)([torch.zeros(2), torch.zeros(3)])

@@ -39,7 +39,12 @@ def test_outputs_of_layers():
         assert_close(step(), plain)
     assert_close(plain[0], {"first": model.first(x), "": model(x, scale=2.0)})
     assert not model.first._forward_hooks
-    assert [features.training, model.training, model.first.training, model.second.training] == [True, True, True, False]
+    assert [features.training, model.training, model.first.training, model.second.training] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_an_output_that_is_overwritten():

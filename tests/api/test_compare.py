@@ -77,11 +77,17 @@ CONCLUSIONS = {
     ),
     "lanes": (
         (PLAIN, way("map", 3), CUT),
-        f"A call cut over lanes is 1.60 times as fast {THAN} (plain): write the call inside the block.",
+        (
+            f"A call cut over lanes is 1.60 times as fast {THAN} (plain): write the call inside "
+            "the block."
+        ),
     ),
     "training": (
         (way("plain", 4, SAME, SAME), way("lanes", 2, SAME, SAME)),
-        f"A training step cut over lanes is 2.00 times as fast {THAN} (plain): write the training step inside the block.",
+        (
+            f"A training step cut over lanes is 2.00 times as fast {THAN} (plain): write the "
+            "training step inside the block."
+        ),
     ),
     "slower": (
         (PLAIN, way("plain, 1 thread", 5), way("map", 6), way("lanes", 7)),
@@ -104,7 +110,10 @@ CONCLUSIONS = {
     ),
     "overlap above": (
         (PLAIN, way("map", 7), way("lanes", 4.05)),
-        f"{NO_DIFFERENCE} a call cut over lanes (their middle halves overlap): keep the plain call.",
+        (
+            f"{NO_DIFFERENCE} a call cut over lanes (their middle halves overlap): keep the plain "
+            "call."
+        ),
     ),
     "changed": (
         (PLAIN, way("map", 3), way("lanes", 2, MIXED)),
@@ -127,8 +136,8 @@ CONCLUSIONS = {
     "changed gradients": (
         (way("plain", 4, SAME, SAME), way("lanes", 2, SAME, MIXED)),
         (
-            "Every way changes the results: keep the plain training step.\n"
-            f"A training step cut over lanes is 2.00 times as fast, but changes the gradients {FIND_OUT}"
+            "Every way changes the results: keep the plain training step.\nA training step cut "
+            f"over lanes is 2.00 times as fast, but changes the gradients {FIND_OUT}"
         ),
     ),
 }
@@ -178,7 +187,8 @@ def test_other_programs_are_named(monkeypatch, busy_s, is_said):
 
 @pytest.mark.parametrize("train", [True, False])
 def test_the_ways_call_the_model(train):
-    """The plain ways get the whole batch in the caller, also with one thread; `map` gives it whole to a lane.
+    """The plain ways get the whole batch in the caller, also with one thread; `map` gives it whole
+    to a lane.
 
     A tuple or dict is spread as in `map`.
     """
@@ -203,10 +213,18 @@ def test_the_ways_call_the_model(train):
 
 
 def test_differences_show_mixed_rows():
-    """A row-wise model has none, also with sparse gradients. Options such as `reduce` reach the lanes."""
+    """A row-wise model has none, also with sparse gradients.
+
+    Options such as `reduce` reach the lanes.
+    """
     x = torch.randn(9, 3)
     *_, lanes = compare(
-        nn.Sequential(nn.Linear(3, 2), nn.Softmax(0)), x, LANES, train=True, loss=lambda y: y.square().sum(), **SHORT
+        nn.Sequential(nn.Linear(3, 2), nn.Softmax(0)),
+        x,
+        LANES,
+        train=True,
+        loss=lambda y: y.square().sum(),
+        **SHORT,
     ).ways
     assert min(lanes.outputs.absolute, lanes.outputs.relative) > 0.01
     assert lanes.gradients.absolute > 0.001
@@ -260,7 +278,10 @@ def test_gradients_are_seen_next_to_the_largest_gradient():
 @pytest.mark.filterwarnings("ignore:the model wrote 'steps', 'linear.training':UserWarning")
 @pytest.mark.parametrize("fails_in", [None, "lanes"])
 def test_the_model_is_restored(fails_in):
-    """Buffers, gradients, training flags, and attributes are what they were. An error has a note that names its way."""
+    """Buffers, gradients, training flags, and attributes are what they were.
+
+    An error has a note that names its way.
+    """
 
     class Model(nn.Module):
         def __init__(self):
@@ -295,7 +316,9 @@ def test_the_model_is_restored(fails_in):
 
 
 def test_the_random_state_of_each_way():
-    """All ways draw the numbers that the caller would draw next, and the caller's random state does not change."""
+    """All ways draw the numbers that the caller would draw next, and the caller's random state does
+    not change.
+    """
     drawn, state = [], torch.get_rng_state()
 
     def noise(x):

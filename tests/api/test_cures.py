@@ -1,4 +1,7 @@
-"""Each error of the blocks and the wrappers names a cure. The code with the cure gives the right result."""
+"""Each error of the blocks and the wrappers names a cure.
+
+The code with the cure gives the right result.
+"""
 
 from __future__ import annotations
 
@@ -78,33 +81,82 @@ class Scaled(nn.Module):
 
 OPTIONS = {
     # what is wrong: the name, wrong values, the message, and values of the cure
-    "methods": ("methods", ["forward", ()], r"not a sequence of names\. .*methods=\(\"forward\",\)", [("forward",)]),
-    "a missing method": ("methods", [("nothing",)], "'nothing', but Double has no such method", [("forward",)]),
-    "workers": ("workers", ["threads"], 'workers=.+: give "thread" or "process"', ["thread", "process"]),
-    "retries": ("retries", [-1, "1"], "retries=.+: give a number of further attempts, at least 0", [0]),
+    "methods": (
+        "methods",
+        ["forward", ()],
+        r"not a sequence of names\. .*methods=\(\"forward\",\)",
+        [("forward",)],
+    ),
+    "a missing method": (
+        "methods",
+        [("nothing",)],
+        "'nothing', but Double has no such method",
+        [("forward",)],
+    ),
+    "workers": (
+        "workers",
+        ["threads"],
+        'workers=.+: give "thread" or "process"',
+        ["thread", "process"],
+    ),
+    "retries": (
+        "retries",
+        [-1, "1"],
+        "retries=.+: give a number of further attempts, at least 0",
+        [0],
+    ),
     "dim": ("dim", ["0", True], "dim=.+: give the dim that the rows lie on, such as 0", [0]),
-    "unit": ("unit", [0, 2.0], "unit=.+: give the number of rows that stay together, at least 1", [1]),
-    "in_dims": ("in_dims", [0, (0, None)], r"is not a mapping\. Use in_dims=\{\"parameter name\"", [{"x": 0}]),
-    "a missing parameter": ("in_dims", [{"y": 0}], "names 'y', but Double has no such .* It has: x", [{"x": 0}]),
+    "unit": (
+        "unit",
+        [0, 2.0],
+        "unit=.+: give the number of rows that stay together, at least 1",
+        [1],
+    ),
+    "in_dims": (
+        "in_dims",
+        [0, (0, None)],
+        r"is not a mapping\. Use in_dims=\{\"parameter name\"",
+        [{"x": 0}],
+    ),
+    "a missing parameter": (
+        "in_dims",
+        [{"y": 0}],
+        "names 'y', but Double has no such .* It has: x",
+        [{"x": 0}],
+    ),
     "an entry of in_dims": (
         "in_dims",
         [{"x": "rows"}, {"x": 1.5}, {"x": True}, {"x": {"y": "rows"}}],
         r'in_dims\[.*\]=.* is not supported. Use a dim, None, "items"',
         [{"x": 0}, {"x": -2}],
     ),
-    "out_dims": ("out_dims", ["rows", (0, {"a": 1.5})], 'Use a dim, None, "items", "ragged", or a tuple', [0, "ragged"]),
+    "out_dims": (
+        "out_dims",
+        ["rows", (0, {"a": 1.5})],
+        'Use a dim, None, "items", "ragged", or a tuple',
+        [0, "ragged"],
+    ),
     "out_dims that reduce": ("out_dims", ["mean"], "'mean' is a value of reduce", [0]),
-    "reduce": ("reduce", ["max", {"a": "median"}, 1], "Use 'mean', 'sum', 'stack', a function", ["mean", torch.max]),
+    "reduce": (
+        "reduce",
+        ["max", {"a": "median"}, 1],
+        "Use 'mean', 'sum', 'stack', a function",
+        ["mean", torch.max],
+    ),
     "join": ("join", ["stack"], "Use 'cat', 'pad', or 'list'", ["cat", "pad"]),
 }
 
 
 @pytest.mark.parametrize("what", OPTIONS)
 def test_cures_of_options(what):
-    """The error comes at the call of `parallel`, and is a ShardError, or a GatherError if outputs are concerned."""
+    """The error comes at the call of `parallel`, and is a ShardError, or a GatherError if outputs
+    are concerned.
+    """
     name, wrong, message, cures = OPTIONS[what]
     for value in wrong:
-        with pytest.raises(GatherError if name in ("out_dims", "reduce", "join") else ShardError, match=message):
+        with pytest.raises(
+            GatherError if name in ("out_dims", "reduce", "join") else ShardError, match=message
+        ):
             parallel(Double(), TWO, **{name: value})
     for value in cures:
         assert_same(run(parallel(Double(), TWO, **{name: value}), X), 2 * X)
@@ -117,7 +169,10 @@ def test_cures_of_targets():
     with says("is not callable. Give parallel a module, a method"):
         parallel(Tokenizer(), TWO, methods=("encode",))
     assert_same(run(parallel(Tokenizer().encode, TWO), X), 2 * X)
-    with says(r"methods=.* needs a module, and the target is a method\. Pass the method itself as the target"):
+    with says(
+        r"methods=.* needs a module, and the target is a method\. Pass the method itself as the "
+        r"target"
+    ):
         parallel(Double().triple, TWO, methods=("forward", "triple"))
     assert_same(run(parallel(Double().triple, TWO), X), 3 * X)
     with says("the target is a CallableTokenizer. Pass the method itself as the target"):
@@ -128,7 +183,10 @@ def test_cures_of_targets():
 
 def test_cures_of_methods():
     model = Double()
-    with parallel(model, TWO) as p, says(r"Name it in parallel\(\.\.\., methods=\(\.\.\., 'triple'\)\)"):
+    with (
+        parallel(model, TWO) as p,
+        says(r"Name it in parallel\(\.\.\., methods=\(\.\.\., 'triple'\)\)"),
+    ):
         p.method("triple")
     with parallel(model, TWO, methods=("forward", "triple")) as p:
         assert_same(p.method("triple")(X), 3 * X)
@@ -144,7 +202,9 @@ def test_cures_of_methods():
 
 def test_names_of_keywords():
     """in_dims may name a keyword of `**kwargs`."""
-    with says(r"in_dims names 'options', but Scaled .*Name the keyword arguments of \*\*kwargs one by one"):
+    with says(
+        r"in_dims names 'options', but Scaled .*Name the keyword arguments of \*\*kwargs one by one"
+    ):
         parallel(Scaled(), TWO, in_dims={"options": None})
     block = parallel(Scaled(), TWO, in_dims={"factor": None}, out_dims=0)
     assert_same(run(block, X, factor=torch.full((1,), 3.0)), 3 * X)
@@ -153,9 +213,14 @@ def test_names_of_keywords():
 
 
 def test_a_block_without_effect():
-    """Each of the three uses that the warning names works, and gives no warning. Neither does close()."""
+    """Each of the three uses that the warning names works, and gives no warning.
+
+    Neither does close().
+    """
     parallel(model := Double(), TWO).close()
-    with pytest.warns(UserWarning, match="had no effect: open it with `with`, call it, or use it as a decorator"):
+    with pytest.warns(
+        UserWarning, match="had no effect: open it with `with`, call it, or use it as a decorator"
+    ):
         parallel(model, TWO)
     with parallel(model, TWO) as p:
         assert_same(model(X), 2 * X)
@@ -189,8 +254,16 @@ def test_a_generator_is_not_decorated():
 
 STREAMS = {
     # what is wrong: wrong options, the message, and options of the cure
-    "buffersize": ({"buffersize": 0}, "buffersize=0 is too small.*Use 1 or more", [{"buffersize": 1}]),
-    "chunksize": ({"chunksize": 0}, 'chunksize=0: .*Use 1 or more, or "auto"', [{"chunksize": 1}, {"chunksize": "auto"}]),
+    "buffersize": (
+        {"buffersize": 0},
+        "buffersize=0 is too small.*Use 1 or more",
+        [{"buffersize": 1}],
+    ),
+    "chunksize": (
+        {"chunksize": 0},
+        'chunksize=0: .*Use 1 or more, or "auto"',
+        [{"chunksize": 1}, {"chunksize": "auto"}],
+    ),
     "a small buffer": (
         {"chunksize": 2, "buffersize": 1},
         "buffersize=1 has no room for chunksize=2 batches. Use at least as many",
@@ -217,12 +290,20 @@ def test_cures_of_sources():
         with says(r"p\.map\(x\.split\(32\)\), or give a list of batches: p\.map\(\[x\]\)"):
             p.map(X)
         assert_same([*p.map(X.split(32)), *p.map([X])], [2 * X, 2 * X])
-        with says(r"p\.map\(torch\.as_tensor\(x\)\.split\(32\)\), or give a list of batches: p\.map\(\[x\]\)"):
+        with says(
+            r"p\.map\(torch\.as_tensor\(x\)\.split\(32\)\), or give a list of batches: "
+            r"p\.map\(\[x\]\)"
+        ):
             p.map(X.numpy())
-        assert_same([*p.map(torch.as_tensor(X.numpy()).split(32)), *p.map([X.numpy()])], [2 * X, 2 * X.numpy()])
+        assert_same(
+            [*p.map(torch.as_tensor(X.numpy()).split(32)), *p.map([X.numpy()])],
+            [2 * X, 2 * X.numpy()],
+        )
         with says(r"p\.map\(\[batch\]\), or p\.map\(d\.values\(\)\)"):
             p.map({"x": X})
-        assert_same([*p.map([{"x": X}]), *p.map({"a": X, "b": -X}.values())], [2 * X, 2 * X, -2 * X])
+        assert_same(
+            [*p.map([{"x": X}]), *p.map({"a": X, "b": -X}.values())], [2 * X, 2 * X, -2 * X]
+        )
     with parallel(str.upper, TWO) as p:
         with says(r"batches is a str.*p\.map\(\[batch\]\)"):
             p.map("ab")
@@ -258,7 +339,9 @@ def test_cures_of_tools():
         with says("the batch was not cut.*Give a batch of 5 rows or more, as tensors"):
             check_rowwise(Double(), wrong)
     check_rowwise(Double(), X[:5])
-    with says("Dropout mixes rows.*It draws random numbers, which differ between cuts. Use eval mode"):
+    with says(
+        "Dropout mixes rows.*It draws random numbers, which differ between cuts. Use eval mode"
+    ):
         check_rowwise(nn.Dropout(), X)
     check_rowwise(nn.Dropout().eval(), X)
     for wrong in ({"rounds": 1}, {"calls": 0}, {"methods": ("forward", "triple")}):
@@ -266,9 +349,13 @@ def test_cures_of_tools():
             compare(Double(), X, TWO, **wrong)
     assert compare(Double(), X, TWO, methods=("forward",), **short).ways[-1].outputs.absolute == 0
     x = torch.ones(20, 2, requires_grad=True)
-    with says("no floating-point tensor that requires gradients. Pass loss=, a function of the output"):
+    with says(
+        "no floating-point tensor that requires gradients. Pass loss=, a function of the output"
+    ):
         compare(torch.fft.fft, x, TWO, train=True, **short)
-    found = compare(torch.fft.fft, x, TWO, train=True, loss=lambda output: output.abs().sum(), **short)
+    found = compare(
+        torch.fft.fft, x, TWO, train=True, loss=lambda output: output.abs().sum(), **short
+    )
     assert found.ways[-1].gradients.absolute == 0
 
 
@@ -307,11 +394,17 @@ class MovesAndReturns(Moves):
 
 
 def test_cures_of_data_parallel():
-    with says("devices is empty: name at least one device, or omit it to use every visible accelerator"):
+    with says(
+        "devices is empty: name at least one device, or omit it to use every visible accelerator"
+    ):
         DataParallel(Double(), [])
-    assert_same([DataParallel(Double(), ["cpu"])(X), DataParallel(Double())(X).cpu()], [2 * X, 2 * X])
+    assert_same(
+        [DataParallel(Double(), ["cpu"])(X), DataParallel(Double())(X).cpu()], [2 * X, 2 * X]
+    )
     for wrong in (None, 1.5):
-        with says(f"{wrong} is not a device: pass an index, a string such as 'cuda:0', or a torch.device"):
+        with says(
+            f"{wrong} is not a device: pass an index, a string such as 'cuda:0', or a torch.device"
+        ):
             DataParallel(Double(), [wrong])
     assert_same(DataParallel(Double(), [torch.device("cpu")] * 2)(X), 2 * X)
     mean = Calls(lambda x: (2 * x).mean())
@@ -324,7 +417,10 @@ def test_cures_of_data_parallel():
 
     with says(r"(?s)args\[1\] has 3.*parallel block.*in_dims"):
         DataParallel(Calls(add), TWO)(X, torch.zeros(3))
-    assert_same(run(parallel(add, TWO, in_dims={"y": None}, out_dims=0), X, torch.zeros(3)), X + torch.zeros(3))
+    assert_same(
+        run(parallel(add, TWO, in_dims={"y": None}, out_dims=0), X, torch.zeros(3)),
+        X + torch.zeros(3),
+    )
     keyed = Calls(lambda x: {"y": x, "count": len(x), "state": {"h": x.T}})
     cure = options_in_error(lambda: DataParallel(keyed, TWO)(X))
     assert cure == {"reduce": {"count": "sum"}, "out_dims": {"state": {"h": 1}}}
@@ -339,7 +435,10 @@ def test_cures_of_entries_of_rows():
         return x + patches.flatten(0, -2).view(len(x), 4).sum(1, keepdim=True)
 
     plain = describe(X, patches)
-    with says(r"pass it as \(20, 4, \.\.\.\), and use flatten\(0, 1\) in the target.*`map` of the block, or TupleParallel"):
+    with says(
+        r"pass it as \(20, 4, \.\.\.\), and use flatten\(0, 1\) in the target.*`map` of the block, "
+        r"or TupleParallel"
+    ):
         run(parallel(describe, TWO), X, patches)
     assert_same(run(parallel(describe, TWO), X, patches.view(20, 4, 1)), plain)
     with parallel(describe, TWO) as p:
@@ -359,11 +458,17 @@ def test_cures_of_steps():
     with says("gather got no outputs. Give one output per device"):
         gather([], "cpu")
     assert_same(gather([*PARTS], "cpu"), X)
-    with says("got 2 modules, 1 inputs, 2 dicts of keyword arguments, 1 devices. Give one of each per call"):
+    with says(
+        "got 2 modules, 1 inputs, 2 dicts of keyword arguments, 1 devices. Give one of each "
+        "per call"
+    ):
         parallel_apply([torch.neg, torch.abs], [X], devices=["cpu"])
     assert_same(parallel_apply([torch.neg, torch.abs], [X, X], [{}, {}], devices=TWO), [-X, X])
     for move, name in ((recursive_to, "to"), (recursive_cuda, "cuda")):
-        with says(rf"Moves\.{name}\(\) returned None\. End it with `return self`, or return the moved Moves"):
+        with says(
+            rf"Moves\.{name}\(\) returned None\. End it with `return self`, or return the moved "
+            rf"Moves"
+        ):
             move(Moves(X), "cpu")
     assert_same(recursive_to(MovesAndReturns(X), "cpu").x, X)
 
@@ -392,17 +497,24 @@ NEGATIVE = tuple(-part for part in PARTS)
 def test_cures_of_collate_functions():
     """A batch in place of the number is shortened."""
     samples = list(X)
-    with says(r"ndevices=<function pai.*> is not a number of devices. Give tp_collate an int .* tp_collate\(2\)"):
+    with says(
+        r"ndevices=<function pai.*> is not a number of devices. Give tp_collate an int .* "
+        r"tp_collate\(2\)"
+    ):
         tp_collate(pairs)
     assert_same(tp_collate(2)(pairs)(samples), (PARTS, NEGATIVE))
-    with says(r"is not a number of devices. Give default_collate an int .*, such as default_collate\(2\)") as caught:
+    with says(
+        r"is not a number of devices. Give default_collate an int .*, such as default_collate\(2\)"
+    ) as caught:
         next(iter(DataLoader(X, 20, collate_fn=default_collate)))
     assert len(str(caught.value)) < 400
     assert_same(next(iter(DataLoader(X, 20, collate_fn=default_collate(len(TWO))))), PARTS)
     with says(r"tp_collate cannot cut a .*Give it a list: list\(samples\)"):
         tp_collate(2)(torch.stack)(iter(X))
     assert_same(tp_collate(2)(torch.stack)(list(iter(X))), PARTS)
-    with says("the collate function's parts differ.*Return the same structure for any number of samples"):
+    with says(
+        "the collate function's parts differ.*Return the same structure for any number of samples"
+    ):
         tp_collate(2)(one_or_two)(samples[:3])
     with says("part 1 has 1 item, part 0 has 2"):  # no value is dropped as by zip
         tp_collate(2)(tuple)([1, 2, 3])
@@ -418,29 +530,42 @@ def test_cures_of_parts():
     with says(r"kwargs\[\"batch\"\]\[\"y\"\] is a int"):
         TupleParallel(Double(), TWO)(batch={"x": PARTS, "y": 3})
     negate = functools.partial(tuple_parallel, function=lambda batch: -batch["x"])
-    with says(r"args\[0\]\[\"x\"\] is a Tensor\. .*If the dict itself is one part, give a tuple with one dict per device"):
+    with says(
+        r"args\[0\]\[\"x\"\] is a Tensor\. .*If the dict itself is one part, give a tuple with one "
+        r"dict per device"
+    ):
         negate({"x": X})
     assert_same([negate({"x": PARTS}), negate([{"x": X}, {"x": -X}])], [NEGATIVE, (-X, X)])
-    with says(r"args\[0\] is an empty dict, so the number of parts is unknown. Give a tuple with one dict per device"):
+    with says(
+        r"args\[0\] is an empty dict, so the number of parts is unknown. Give a tuple with one "
+        r"dict per device"
+    ):
         tuple_parallel({}, function=len)
     assert tuple_parallel(({}, {}), function=len) == (0, 0)
 
 
 def test_cures_of_numbers_of_parts():
-    with says("the arguments have different numbers of parts.*Give each argument one part per device"):
+    with says(
+        "the arguments have different numbers of parts.*Give each argument one part per device"
+    ):
         tuple_parallel(PARTS, (1,), function=torch.add)
     assert_same(tuple_parallel(PARTS, (1, 2), function=torch.add), (PARTS[0] + 1, PARTS[1] + 2))
     with says(r"different numbers of parts: .*'args\[0\]\[\"x\"\]': 2, 'args\[0\]\[\"y\"\]': 1"):
         tuple_parallel({"x": (1, 2), "y": (1,)})
-    with says(r"there are 4 parts for 2 devices. Cut into at most 2 parts, as tp_collate\(2\) does"):
+    with says(
+        r"there are 4 parts for 2 devices. Cut into at most 2 parts, as tp_collate\(2\) does"
+    ):
         tuple_parallel(X.split(5))
     assert_same(tuple_parallel(tp_collate(2)(torch.stack)(list(X))), NEGATIVE)
     batch = [PARTS, PARTS, PARTS]
     with says(r"there are 3 parts for 2 devices.*pass each item as an argument: model\(\*batch\)"):
         tuple_parallel(batch, function=torch.addcmul)
-    assert_same(tuple_parallel(*batch, function=torch.addcmul), tuple(part + part * part for part in PARTS))
+    assert_same(
+        tuple_parallel(*batch, function=torch.addcmul), tuple(part + part * part for part in PARTS)
+    )
     with says(
-        "output 1 has 2 items, output 0 has 1.*Return equally many items for every part; put other lists into a dict"
+        "output 1 has 2 items, output 0 has 1.*Return equally many items for every part; put "
+        "other lists into a dict"
     ):
         tuple_parallel(PARTS, function=lambda x: x[: int(x[0]) // 10 + 1].split(1))
     lists = tuple_parallel(PARTS, function=lambda x: {"rows": x[: int(x[0]) // 10 + 1].split(1)})
@@ -448,7 +573,10 @@ def test_cures_of_numbers_of_parts():
 
 
 def test_cures_of_tuple_parallel():
-    with says("'cpu' is not True or False.*To name the device of outputs, use transfer_output=True, output_device='cpu'"):
+    with says(
+        "'cpu' is not True or False.*To name the device of outputs, use "
+        "transfer_output=True, output_device='cpu'"
+    ):
         TupleParallel(Double(), TWO, transfer_output="cpu")
     with says("output_device='cpu' has no effect without transfer_output=True. Give both, or none"):
         TupleParallel(Double(), TWO, output_device="cpu")
@@ -456,7 +584,10 @@ def test_cures_of_tuple_parallel():
     with says("transfer_input='cpu' is not True or False. Parts move to device_ids"):
         TupleParallel(Double(), TWO, transfer_input="cpu")
     assert_same(tuple_parallel(PARTS, transfer_input=True), NEGATIVE)
-    with says(r"dim=1 has no effect: .*Leave it out\. To join .*use reduction=functools\.partial\(parawrap\.cat, dim=1\)"):
+    with says(
+        r"dim=1 has no effect: .*Leave it out\. To join .*use "
+        r"reduction=functools\.partial\(parawrap\.cat, dim=1\)"
+    ):
         TupleParallel(Double(), TWO, dim=1)
     joined = tuple_parallel((X.T, X.T), reduction=functools.partial(parawrap.cat, dim=1))
     assert_same(joined, torch.cat([-X.T, -X.T], 1))
@@ -497,7 +628,9 @@ def test_cures_of_cat():
         cat(())
     assert_same(cat(PARTS), X)
     wide, narrow = torch.ones(2, 3), torch.ones(2, 2)
-    with says(r"output: shapes \(2, 3\), \(2, 2\) differ beyond dim 0. Pad them, or do not join them"):
+    with says(
+        r"output: shapes \(2, 3\), \(2, 2\) differ beyond dim 0. Pad them, or do not join them"
+    ):
         cat((wide, narrow))
     assert_same(cat((wide, nn.functional.pad(narrow, (0, 1), value=1.0))), torch.ones(4, 3))
     with says(r"shape \(2,\) has no dim 1\. Give a dim that it has"):
@@ -531,11 +664,16 @@ def launched():
 
 
 def test_cures_of_platforms():
-    with says(r"wrapper got <function size .* instead of a platform. Write wrapper\(Platform\(device=\.\.\.\)\)"):
+    with says(
+        r"wrapper got <function size .* instead of a platform. Write "
+        r"wrapper\(Platform\(device=\.\.\.\)\)"
+    ):
         wrapper(size)
     assert wrapper(CPU)(size)() == (1,)
     assert wrapper(Platform(device="cpu"))(size).inline() == (1,)
-    with says(r"Wrapper got 'cpu' instead of a platform. Write Wrapper\(Platform\(device=\.\.\.\)\)"):
+    with says(
+        r"Wrapper got 'cpu' instead of a platform. Write Wrapper\(Platform\(device=\.\.\.\)\)"
+    ):
         Wrapper("cpu")
     assert Wrapper(Platform(device="cpu", verbose=False)).start(place) == ((0, None),)
 
@@ -550,14 +688,18 @@ def test_cures_of_functions():
         wrapper(CPU)("size")
     for function in (numbers, waits):
         with says(
-            f"{function.__name__} returns a coroutine or a generator, which a rank cannot send. Return values instead"
+            f"{function.__name__} returns a coroutine or a generator, which a rank cannot send. "
+            "Return values instead"
         ):
             wrapper(CPU)(function)
     assert wrapper(CPU)(lambda: [*numbers()])() == ([1],)
     for wrong in (0, -1):
         with says(f"max_parallel={wrong} is too small. Use 1 or more, or None for the default"):
             wrapper(CPU)(abs).map([-1], max_parallel=wrong)
-    assert [[*wrapper(CPU)(abs).map([-1], max_parallel=each)] for each in (1, None)] == [[(1,)], [(1,)]]
+    assert [[*wrapper(CPU)(abs).map([-1], max_parallel=each)] for each in (1, None)] == [
+        [(1,)],
+        [(1,)],
+    ]
 
 
 def test_cures_of_launches_in_ranks():
@@ -565,11 +707,14 @@ def test_cures_of_launches_in_ranks():
         return wrapper(CPU)(function).inline()
 
     with says(
-        r"launched was launched within rank 0 of 1: .*Call launched\.__wrapped__\(\.\.\.\) to run it in this rank only"
+        r"launched was launched within rank 0 of 1: .*Call launched\.__wrapped__\(\.\.\.\) to run "
+        r"it in this rank only"
     ):
         inline(lambda: launched())
     assert inline(lambda: launched.__wrapped__()) == (1,)
-    with says(r"place was launched within rank 0 of 1: .*Call place\(\.\.\.\) to run it in this rank only"):
+    with says(
+        r"place was launched within rank 0 of 1: .*Call place\(\.\.\.\) to run it in this rank only"
+    ):
         inline(lambda: Wrapper(CPU).start(place))
     assert inline(lambda: place(0, 0, None, None)) == ((0, None),)
     with says("a rank cannot launch ranks. Open them in the launching process"):
@@ -583,13 +728,18 @@ def test_cures_of_launches_in_ranks():
 
 def on_cores(rows=4, function=torch.neg, split_size=None, **options):
     """Call a model that is compiled for two rows, on two cores."""
-    net = neuron.DataParallel(neuron.trace(function, torch.zeros(2, 3)), device_ids=[0, 1], **options)
+    net = neuron.DataParallel(
+        neuron.trace(function, torch.zeros(2, 3)), device_ids=[0, 1], **options
+    )
     net.split_size = split_size
     return net(torch.ones(rows, 3))
 
 
 def block_on_cores(**options):
-    return run(parallel(neuron.trace(torch.neg, torch.zeros(2, 3)), ["nc:0", "nc:1"], **options), torch.ones(4, 3))
+    return run(
+        parallel(neuron.trace(torch.neg, torch.zeros(2, 3)), ["nc:0", "nc:1"], **options),
+        torch.ones(4, 3),
+    )
 
 
 def test_cures_on_neuroncores():
@@ -597,7 +747,9 @@ def test_cures_on_neuroncores():
         return -x, x.T
 
     with neuron_host(cores=2):
-        with says("Each core must get exactly .*To silence this warning, set set_dynamic_batching=False"):
+        with says(
+            "Each core must get exactly .*To silence this warning, set set_dynamic_batching=False"
+        ):
             on_cores(function=turned)
         assert_same(on_cores(function=turned, set_dynamic_batching=False)[0], -torch.ones(4, 3))
         with says("split_size=0 is not a valid number. Use an integer of at least 1"):

@@ -26,7 +26,11 @@ def test_is_a_torch_data_parallel():
     net = DataParallel(module, TWO)
     assert isinstance(net, nn.DataParallel)
     assert net.module is module
-    assert (net.device_ids, net.output_device, net.dim) == ([torch.device("cpu")] * 2, torch.device("cpu"), 0)
+    assert (net.device_ids, net.output_device, net.dim) == (
+        [torch.device("cpu")] * 2,
+        torch.device("cpu"),
+        0,
+    )
     assert list(net.state_dict()) == ["module.weight", "module.bias"]
     state = nn.DataParallel(nn.Linear(4, 2)).state_dict()
     net.load_state_dict(state)
@@ -37,7 +41,9 @@ def test_is_a_torch_data_parallel():
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_plain_without_accelerator():
     seen = []
-    net = DataParallel(Calls(lambda x, *, k=1: seen.append((len(x), threading.get_ident())) or x * k), [0, 1])
+    net = DataParallel(
+        Calls(lambda x, *, k=1: seen.append((len(x), threading.get_ident())) or x * k), [0, 1]
+    )
     assert net.device_ids == []
     assert net(torch.ones(7), k=3).tolist() == [3.0] * 7
     assert seen == [(7, threading.get_ident())]
@@ -106,7 +112,10 @@ def test_errors_name_lane_and_rows():
 
 
 def test_calls_without_rows():
-    """Zero rows, and a call without arguments, run once. As in torch, other values go to every device."""
+    """Zero rows, and a call without arguments, run once.
+
+    As in torch, other values go to every device.
+    """
     calls = []
     net = DataParallel(Calls(lambda x=None: calls.append(x) or torch.zeros(0, 2)), TWO)
     assert net(torch.zeros(0, 4)).shape == net().shape == (0, 2)
@@ -157,6 +166,12 @@ def test_data_parallel_function():
         assert_close(data_parallel(nn.Tanh(), inputs, THREE, None, 1), torch.tanh(x))
     for inputs in ((), None):
         by_keyword = {"x": torch.ones(5), "k": 2}
-        out = data_parallel(Calls(lambda *, x, k: x * k), inputs, tuple(TWO), output_device=-1, module_kwargs=by_keyword)
+        out = data_parallel(
+            Calls(lambda *, x, k: x * k),
+            inputs,
+            tuple(TWO),
+            output_device=-1,
+            module_kwargs=by_keyword,
+        )
         assert out.tolist() == [2.0] * 5
     assert not lane_threads()

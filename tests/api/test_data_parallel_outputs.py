@@ -1,4 +1,6 @@
-"""The outputs that DataParallel and gather join, and those that they refuse: no row is lost or mixed up."""
+"""The outputs that DataParallel and gather join, and those that they refuse: no row is lost or
+mixed up.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def labels(x):
 
 
 JOINED = {
-    "tensors": lambda x: {"y": x, "past": [(x + layer, x * 2) for layer in range(4)]},  # as many layers as rows
+    # As many layers as rows
+    "tensors": lambda x: {"y": x, "past": [(x + layer, x * 2) for layer in range(4)]},
     "two layers": lambda x: [x, x * 2],
     "heads": lambda x: [None, x, x.long()[:, :1]],
     "lists": lambda x: [x, x.sum(1, keepdim=True), [x * 2]],
@@ -31,7 +34,9 @@ JOINED = {
 ITEMS = {  # lists with one item per row
     "numbers": labels,
     "dicts": lambda x: [{"score": 1.0, "name": None} for _ in x],
-    "boxes": lambda x: [{"boxes": torch.ones(1 + i, 4), "labels": torch.full((1 + i,), i)} for i in labels(x)],
+    "boxes": lambda x: [
+        {"boxes": torch.ones(1 + i, 4), "labels": torch.full((1 + i,), i)} for i in labels(x)
+    ],
     "equal boxes": lambda x: [row.repeat(7, 1) for row in x],
     "scores": lambda x: [{"score": row.sum()} for row in x],
     "sums": lambda x: [row.sum() for row in x],
@@ -41,14 +46,17 @@ OTHERS = {
     "in a dict": lambda x: {"ids": ["a"] * len(x), "y": x},
     "pairs": lambda x: tuple((int(i), 1.0, "a", None, 0) for i in x.argmax(1)),
     "columns": lambda x: (labels(x), ["a"] * len(x)),
-    "boxes or None": lambda x: [{"boxes": row.repeat(1 + i, 1), "mask": None} for i, row in enumerate(x)],
+    "boxes or None": lambda x: [
+        {"boxes": row.repeat(1 + i, 1), "mask": None} for i, row in enumerate(x)
+    ],
     "keys": lambda x: [{i: row[None]} for i, row in zip(labels(x), x, strict=True)],
 }
 
 
 @pytest.mark.parametrize("name", [*JOINED, *ITEMS, *OTHERS])
 def test_lists(name):
-    """Lists of tensors with the rows are joined item by item; others are refused, with cures that work.
+    """Lists of tensors with the rows are joined item by item; others are refused, with cures that
+    work.
 
     A list of one structure is joined whatever the number of rows, or refused whatever it is.
     """
@@ -77,14 +85,18 @@ def test_as_many_losses_as_rows():
 
 
 class Attributions(torch.nn.Module):
-    """Keeps the outputs of a layer under the layer itself, as captum does: its hooks hold the layer in their cells."""
+    """Keeps the outputs of a layer under the layer itself, as captum does: its hooks hold the layer
+    in their cells.
+    """
 
     def __init__(self, net, layer):
         super().__init__()
         self.net, self.saved = net, {}
 
         def wrap(original):
-            return lambda _module, _inputs, output: self.saved.setdefault(original, []).append(output.detach())
+            return lambda _module, _inputs, output: self.saved.setdefault(original, []).append(
+                output.detach()
+            )
 
         layer.register_forward_hook(wrap(layer))
 
@@ -129,16 +141,24 @@ def test_auxiliary_outputs(rows, layers):
     plain = model(images)
     parts = default_collate(2)(list(images))
     tuples = TupleParallel(model, TWO)
-    for outputs in DataParallel(model, TWO)(images), TupleParallel(model, TWO, reduction=cat)(parts), cat(tuples(parts)):
+    for outputs in (
+        DataParallel(model, TWO)(images),
+        TupleParallel(model, TWO, reduction=cat)(parts),
+        cat(tuples(parts)),
+    ):
         assert_close(outputs, plain)
     with parallel(model, TWO, out_dims=0):
         assert_close(model(images), plain)
 
 
 def test_boxes_next_to_other_boxes():
-    """Items that differ in shape from the tensors next to the list are not its auxiliary outputs."""
+    """Items that differ in shape from the tensors next to the list are not its
+    auxiliary outputs.
+    """
     x = torch.arange(8.0).view(4, 2)
-    model = Calls(lambda x: {"boxes": x[:, :1], "images": [{"boxes": row.repeat(2, 1)} for row in x]})
+    model = Calls(
+        lambda x: {"boxes": x[:, :1], "images": [{"boxes": row.repeat(2, 1)} for row in x]}
+    )
     with pytest.raises(GatherError, match="one item per row, or parts of every row"):
         DataParallel(model, TWO)(x)
     with pytest.raises(GatherError, match="one item per row, or all rows in each item"):
@@ -160,10 +180,16 @@ class CenterNet(nn.Module):
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_stacks(rows):
-    """A list with as many dicts as rows is refused. The cures of the message work with any number of rows."""
+    """A list with as many dicts as rows is refused.
+
+    The cures of the message work with any number of rows.
+    """
     model, images = CenterNet(2), torch.randn(rows, 3)
     parts = images.tensor_split(2)
-    for call in lambda: DataParallel(model, TWO)(images), lambda: TupleParallel(model, TWO, reduction=cat)(parts):
+    for call in (
+        lambda: DataParallel(model, TWO)(images),
+        lambda: TupleParallel(model, TWO, reduction=cat)(parts),
+    ):
         if rows == 4:
             with pytest.raises(GatherError, match=r"(?i)return a tuple"):
                 call()

@@ -1,4 +1,6 @@
-"""Subclasses of DataParallel, written as packages write subclasses of torch's class, work with the import changed."""
+"""Subclasses of DataParallel, written as packages write subclasses of torch's class, work with the
+import changed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.helpers.calling import Calls
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
 VERBS = ["scatter", "replicate", "parallel_apply", "gather"]
-no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+no_accelerator = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="this machine has an accelerator"
+)
 
 
 @pytest.mark.parametrize("on_instance", [False, True], ids=["class", "instance"])
@@ -31,7 +35,11 @@ def test_overridden_verbs_are_used(on_instance):
 
         return run
 
-    kind = DataParallel if on_instance else type("Mine", (DataParallel,), {verb: recording(verb) for verb in VERBS})
+    kind = (
+        DataParallel
+        if on_instance
+        else type("Mine", (DataParallel,), {verb: recording(verb) for verb in VERBS})
+    )
     net = kind(nn.Linear(4, 2), TWO)
     if on_instance:
         for verb in VERBS:
@@ -43,7 +51,9 @@ def test_overridden_verbs_are_used(on_instance):
 
 @pytest.mark.parametrize("verb", ["forward", "replicate", "parallel_apply"])
 def test_buffers_and_draws(verb):
-    """The statistics of the first shard reach the module, and lanes draw in order, also after a call in eval mode."""
+    """The statistics of the first shard reach the module, and lanes draw in order, also after a
+    call in eval mode.
+    """
 
     def parents(*args):
         return getattr(DataParallel, verb)(*args)
@@ -69,7 +79,9 @@ def test_buffers_and_draws(verb):
 
 
 class ListOfGraphs(DataParallel):
-    """Takes a list of graphs, with its own scatter of two arguments, as PyTorch Geometric's class does."""
+    """Takes a list of graphs, with its own scatter of two arguments, as PyTorch Geometric's class
+    does.
+    """
 
     def forward(self, graphs):
         if not self.device_ids:
@@ -95,7 +107,9 @@ def test_list_of_graphs(devices):
 
 
 class Unpacking(DataParallel):
-    """Unpacks lists with one chunk per device in `scatter`, also on the CPU as device -1, as mmcv's class does."""
+    """Unpacks lists with one chunk per device in `scatter`, also on the CPU as device -1, as mmcv's
+    class does.
+    """
 
     def forward(self, *inputs, **kwargs):
         if not self.device_ids:

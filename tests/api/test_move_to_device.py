@@ -29,12 +29,24 @@ class Pair(Batch):
 
 
 def test_recursive_to_walks_containers():
-    """Tensors at any depth are moved; other values, order, and types stay. A field named `to` is not called."""
-    value = {"b": [torch.zeros(1), "text", None, torch.nn.Linear], "a": Edge((torch.zeros(1), 3), torch.zeros(1))}
+    """Tensors at any depth are moved; other values, order, and types stay.
+
+    A field named `to` is not called.
+    """
+    value = {
+        "b": [torch.zeros(1), "text", None, torch.nn.Linear],
+        "a": Edge((torch.zeros(1), 3), torch.zeros(1)),
+    }
     value["c"] = UserDict(x=torch.zeros(1))
     moved = recursive_to(value, torch.float64)
     assert list(moved) == ["b", "a", "c"]
-    assert moved["b"][0].dtype is moved["a"].to.dtype is moved["a"].start[0].dtype is moved["c"]["x"].dtype is torch.float64
+    assert (
+        moved["b"][0].dtype
+        is moved["a"].to.dtype
+        is moved["a"].start[0].dtype
+        is moved["c"]["x"].dtype
+        is torch.float64
+    )
     assert moved["b"][1:] == ["text", None, torch.nn.Linear]
     assert (type(moved["a"]), type(moved["c"])) == (Edge, UserDict)
     assert value["b"][0].dtype is torch.float32
@@ -43,7 +55,11 @@ def test_recursive_to_walks_containers():
 def test_recursive_to_calls_their_to():
     """A PackedSequence keeps the dtype of its batch sizes, and keyword arguments are passed on."""
     moved = recursive_to([pack_sequence([torch.zeros(2), torch.zeros(1)])], torch.float64)[0]
-    assert (type(moved), moved.data.dtype, moved.batch_sizes.dtype) == (PackedSequence, torch.float64, torch.int64)
+    assert (type(moved), moved.data.dtype, moved.batch_sizes.dtype) == (
+        PackedSequence,
+        torch.float64,
+        torch.int64,
+    )
     only_to = movable("to")
     assert recursive_to((only_to,), "cpu", non_blocking=True) == (only_to,)
     assert only_to.mock_calls == [call.to("cpu", non_blocking=True)]

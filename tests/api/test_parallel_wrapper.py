@@ -28,7 +28,10 @@ def test_calls_the_model():
 
 
 def test_to_takes_a_tensor():
-    """to() accepts a tensor, and returns the wrapper. Other forms have tests on simulated devices."""
+    """to() accepts a tensor, and returns the wrapper.
+
+    Other forms have tests on simulated devices.
+    """
     net = on_cpu()
     assert net.to(torch.zeros(1, dtype=torch.float64)) is net
     assert (net.linear.weight.dtype, str(net.device)) == (torch.float64, "cpu")
@@ -36,7 +39,9 @@ def test_to_takes_a_tensor():
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_auto_may_be_plain():
-    """The model itself gets the whole batch, in the caller's thread, however many cores the CPU has."""
+    """The model itself gets the whole batch, in the caller's thread, however many cores the CPU
+    has.
+    """
     seen = []
     model = Calls(lambda x: seen.append((len(x), threading.get_ident())) or x)
     net = ParallelWrapper(model, "auto")
@@ -49,7 +54,9 @@ def test_auto_may_be_plain():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_absent_device_is_refused():
     """The default device is CUDA. The error names "auto" as the cure."""
-    with pytest.raises(DeviceUnavailableError, match=r"'cuda' is not available.*device=\"auto\" selects"):
+    with pytest.raises(
+        DeviceUnavailableError, match=r"'cuda' is not available.*device=\"auto\" selects"
+    ):
         ParallelWrapper(nn.Linear(4, 2))
     net = ParallelWrapper(nn.Linear(4, 2), device="CPU")
     with pytest.raises(DeviceUnavailableError, match="cuda"):

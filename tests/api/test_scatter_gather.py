@@ -1,4 +1,6 @@
-"""scatter, scatter_kwargs, gather, replicate, and parallel_apply take the forms of torch's functions."""
+"""scatter, scatter_kwargs, gather, replicate, and parallel_apply take the forms of torch's
+functions.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def on_cpu(monkeypatch):
         return tensor.chunk(len(targets), dim)
 
     def joined(target, dim, *parts):
-        return torch.cat([part.reshape(1) if part.ndim == 0 else part for part in parts], dim if parts[0].ndim else 0)
+        return torch.cat(
+            [part.reshape(1) if part.ndim == 0 else part for part in parts],
+            dim if parts[0].ndim else 0,
+        )
 
     monkeypatch.setattr(torchs, "Scatter", SimpleNamespace(apply=chunks))
     monkeypatch.setattr(torchs, "Gather", SimpleNamespace(apply=joined))
@@ -62,7 +67,9 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("devices", [["cpu"], (torch.device("cpu"), -1)], ids=str)
 def test_scatter_has_torchs_forms(on_cpu, form, devices):
-    """Parts have torch's structure and rows: a tuple of parts for a tensor, and a list of parts for other values."""
+    """Parts have torch's structure and rows: a tuple of parts for a tensor, and a list of parts for
+    other values.
+    """
     value = FORMS[form]()
     assert_same(scatter(value, devices), torchs.scatter(value, range(len(devices))))
 
@@ -96,13 +103,18 @@ def test_scatter_balances():
 )
 def test_forms_of_scatter_kwargs(on_cpu, inputs, kwargs):
     """Both results are tuples with one entry per part, as in torch."""
-    mine, theirs = scatter_kwargs(inputs, kwargs, TWO), torchs.scatter_kwargs(inputs, kwargs, [0, 1])
+    mine, theirs = (
+        scatter_kwargs(inputs, kwargs, TWO),
+        torchs.scatter_kwargs(inputs, kwargs, [0, 1]),
+    )
     assert_same(mine[1], theirs[1])
     assert_same([tuple(args) for args in mine[0]], [tuple(args) for args in theirs[0]])
 
 
 def test_args_and_kwargs_agree():
-    """With fewer rows than devices, arguments without rows have one entry per part too; torch's have more."""
+    """With fewer rows than devices, arguments without rows have one entry per part too; torch's
+    have more.
+    """
     for rows in (1, 3, 5):
         for args in (((torch.zeros(rows),), {"k": 1}), ((1,), {"x": torch.zeros(rows)})):
             positional, named = scatter_kwargs(*args, ["cpu"] * 4)
@@ -131,7 +143,9 @@ def test_gather_has_torchs_forms(on_cpu, form, target):
     for count in (1, 3):
         outputs = [OUTPUTS[form](i) for i in range(count)]
         assert_same(gather(outputs, target), torchs.gather(outputs, target))
-        assert_same(gather(tuple(outputs), target_device=target, dim=0), torchs.gather(outputs, target))
+        assert_same(
+            gather(tuple(outputs), target_device=target, dim=0), torchs.gather(outputs, target)
+        )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +167,10 @@ def test_gather_refuses_other_outputs(outputs, words):
 
 
 def test_replicas_are_new_modules():
-    """Their gradients reach the module. Attributes that are set on a replica stay there until it is dropped."""
+    """Their gradients reach the module.
+
+    Attributes that are set on a replica stay there until it is dropped.
+    """
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     first, second = replicate(model, TWO), replicate(model, [torch.device("cpu")] * 2, False)
     assert len({id(each) for each in (model, *first, *second, *replicate(model, []))}) == 5
@@ -166,7 +183,9 @@ def test_replicas_are_new_modules():
     parallel_apply(first, [torch.ones(1, 2)] * 2)
     assert first[0].tag == "mine"
     assert not any(hasattr(each, "tag") for each in (model, first[1], *second))
-    assert not any(each(torch.ones(1, 2)).requires_grad for each in replicate(model, TWO, detach=True))
+    assert not any(
+        each(torch.ones(1, 2)).requires_grad for each in replicate(model, TWO, detach=True)
+    )
 
 
 # --- parallel_apply ---
@@ -181,7 +200,9 @@ def test_replicas_are_new_modules():
 def test_forms_of_inputs(inputs, devices):
     """A bare input is the only argument of its call. `kwargs_tup` and `devices` may be None."""
     for kwargs in (None, ({}, {})):
-        assert_same(parallel_apply([torch.neg, torch.abs], inputs, kwargs, devices), [-batch(), batch()])
+        assert_same(
+            parallel_apply([torch.neg, torch.abs], inputs, kwargs, devices), [-batch(), batch()]
+        )
 
 
 def test_each_call_has_its_arguments():
@@ -189,7 +210,9 @@ def test_each_call_has_its_arguments():
     values = [{"x": 1}, 3, "text"]
     assert parallel_apply([lambda value: value] * 3, values) == values
     x = torch.ones(2)
-    assert_close(parallel_apply([torch.add] * 2, [(x, x)] * 2, [{"alpha": 2}, {"alpha": 3}]), [x * 3, x * 4])
+    assert_close(
+        parallel_apply([torch.add] * 2, [(x, x)] * 2, [{"alpha": 2}, {"alpha": 3}]), [x * 3, x * 4]
+    )
 
 
 def test_calls_run_at_the_same_time():

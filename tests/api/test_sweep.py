@@ -1,4 +1,6 @@
-"""`map` of a decorated function: one launch per item, with results and exceptions in the order of the items."""
+"""`map` of a decorated function: one launch per item, with results and exceptions in the order of
+the items.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ def train(count=1, **fields):
 
 
 def test_errors_come_in_their_places():
-    """An item that fails yields its exception and does not end the others. No items give no launches."""
+    """An item that fails yields its exception and does not end the others.
+
+    No items give no launches.
+    """
 
     @train(2)
     def inverse(x):
@@ -65,7 +70,9 @@ def test_max_parallel_is_a_limit(max_parallel, tmp_path):
         here.rename(tmp_path / f"done-{number}")
         return number, len(running)
 
-    outcomes = [outcome[0] for outcome in train()(overlapping).map(range(5), max_parallel=max_parallel)]
+    outcomes = [
+        outcome[0] for outcome in train()(overlapping).map(range(5), max_parallel=max_parallel)
+    ]
     assert [number for number, _ in outcomes] == list(range(5))
     assert max(running for _, running in outcomes) <= max_parallel
 
@@ -119,4 +126,6 @@ def test_exit_drops_pending_launches(tmp_path):
 def test_output_has_its_launchs_number(capfd):
     list(train(2, verbose=True, ipc_groups=None)(print).map(["a", "b"], max_parallel=2))
     lines = sorted(capfd.readouterr().out.splitlines())
-    assert lines == [f"[{number}/rank {rank}] {item}" for number, item in enumerate("ab") for rank in range(2)]
+    assert lines == [
+        f"[{number}/rank {rank}] {item}" for number, item in enumerate("ab") for rank in range(2)
+    ]

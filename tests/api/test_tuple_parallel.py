@@ -1,4 +1,6 @@
-"""TupleParallel and tuple_fn: arguments are tuples with one part per device, as in tuple_parallel."""
+"""TupleParallel and tuple_fn: arguments are tuples with one part per device, as
+in tuple_parallel.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,27 @@ def pairs(samples):
     return torch.stack(xs), torch.stack(ys)
 
 
-@pytest.mark.parametrize("collate", [tp_collate(2)(pairs), default_collate(2)], ids=["tp_collate", "default_collate"])
+@pytest.mark.parametrize(
+    "collate", [tp_collate(2)(pairs), default_collate(2)], ids=["tp_collate", "default_collate"]
+)
 def test_epoch_trains_like_the_model(collate):
-    """With one loss per part, averaged over equal parts, the weights are those of plain training."""
+    """With one loss per part, averaged over equal parts, the weights are those
+    of plain training.
+    """
     plain = nn.Linear(5, 1)
     model = copy.deepcopy(plain)
     net, mse = TupleParallel(model, TWO), tuple_fn(nn.functional.mse_loss)
     data = TensorDataset(torch.randn(50, 5), torch.randn(50, 1))
-    for (xs, ys), (x, y) in zip(DataLoader(data, 20, collate_fn=collate), DataLoader(data, 20), strict=True):
+    for (xs, ys), (x, y) in zip(
+        DataLoader(data, 20, collate_fn=collate), DataLoader(data, 20), strict=True
+    ):
         out = net(xs)
         assert [len(part) for part in out] == [len(x) // 2] * 2
         assert_close((cat(out), cat(ys)), (plain(x), y))
-        for module, loss in ((model, sum(mse(out, ys)) / 2), (plain, nn.functional.mse_loss(plain(x), y))):
+        for module, loss in (
+            (model, sum(mse(out, ys)) / 2),
+            (plain, nn.functional.mse_loss(plain(x), y)),
+        ):
             module.zero_grad()
             loss.backward()
             torch.optim.SGD(module.parameters(), lr=0.1).step()
@@ -57,11 +68,18 @@ def test_is_a_data_parallel():
     assert isinstance(net, DataParallel)
     assert list(net.state_dict()) == ["module.weight", "module.bias"]
     assert (net.transfer_output, net.transfer_input, net.reduction) == (True, False, cat)
-    assert (net.ndevices, net.home_device, net.output_device) == (2, torch.device("cpu"), torch.device("cpu"))
+    assert (net.ndevices, net.home_device, net.output_device) == (
+        2,
+        torch.device("cpu"),
+        torch.device("cpu"),
+    )
 
 
 def test_outputs_are_transposed():
-    """A module with two outputs returns ((a1, a2), (b1, b2)). Keyword arguments have one part per device too."""
+    """A module with two outputs returns ((a1, a2), (b1, b2)).
+
+    Keyword arguments have one part per device too.
+    """
     net = TupleParallel(Calls(lambda x, y, *, k: ((x + y) * k, x - y)), TWO)
     assert net((1, 2), [3, 4], k=(1, 2)) == ((4, 12), (-2, -2))
 
@@ -103,7 +121,9 @@ def as_dict(samples):
 
 
 def subtract(batch, scale=1):
-    """Take a whole batch with the keys x and y, or the fields of a Pair, and scale the difference."""
+    """Take a whole batch with the keys x and y, or the fields of a Pair, and
+    scale the difference.
+    """
     x, y = (batch.x, batch.y) if isinstance(batch, Pair) else (batch["x"], batch["y"])
     return (x - y) * scale
 
@@ -112,9 +132,13 @@ EXPECTED = subtract(as_dict(SAMPLES))
 
 
 @pytest.mark.parametrize("devices", [TWO, ["cpu"] * 7], ids=len)
-@pytest.mark.parametrize("kind", [dict, UserDict, lambda b: Pair(**b)], ids=["dict", "mapping", "namedtuple"])
+@pytest.mark.parametrize(
+    "kind", [dict, UserDict, lambda b: Pair(**b)], ids=["dict", "mapping", "namedtuple"]
+)
 def test_batch_is_passed_whole(devices, kind):
-    """The batch of `tp_collate` can be the only argument, or one of several, positional or by keyword."""
+    """The batch of `tp_collate` can be the only argument, or one of several, positional or by
+    keyword.
+    """
     batch = tp_collate(len(devices))(lambda samples: kind(as_dict(samples)))(SAMPLES)
     net = TupleParallel(Calls(subtract), devices, reduction=cat)
     assert_close(net(batch), EXPECTED)
@@ -123,16 +147,24 @@ def test_batch_is_passed_whole(devices, kind):
     assert_close(net(scale=[*scales], batch=batch), EXPECTED * 2)
 
 
-@pytest.mark.parametrize("collate", [tp_collate(2)(pairs), default_collate(2)], ids=["tp_collate", "default_collate"])
+@pytest.mark.parametrize(
+    "collate", [tp_collate(2)(pairs), default_collate(2)], ids=["tp_collate", "default_collate"]
+)
 def test_a_batch_that_is_not_spread(collate):
-    """The parts of arguments know that they are parts: each lane would get one argument whole. The cure works."""
+    """The parts of arguments know that they are parts: each lane would get one argument whole.
+
+    The cure works.
+    """
     model = Calls(lambda x, y: (x - y).sum())
     batch = collate([(torch.tensor([float(i)]), torch.tensor([100.0])) for i in range(4)])
     with TupleParallel(model, TWO) as net:
-        with pytest.raises(ShardError, match=r"args\[0\] is a whole batch of 2 arguments.*: model\(\*batch\)"):
+        with pytest.raises(
+            ShardError, match=r"args\[0\] is a whole batch of 2 arguments.*: model\(\*batch\)"
+        ):
             net(batch)
         assert [float(each) for each in net(*batch)] == [-199.0, -195.0]
-        assert len(net((batch[0][0], batch[0][1]), batch[1])) == 2  # parts that are put together by hand
+        # Parts that are put together by hand
+        assert len(net((batch[0][0], batch[0][1]), batch[1])) == 2
     doubled = torch.utils._pytree.tree_map(lambda each: each * 2, batch)
     assert doubled[0][1].tolist() == [[4.0], [6.0]]
 
@@ -148,11 +180,17 @@ class Held:
 def test_classes_with_a_plain_to():
     """`.to` of classes of others is called with the device alone."""
     with TupleParallel(Calls(lambda held: held.x * 2), TWO) as net:
-        assert_close(net((Held(torch.ones(2)), Held(torch.ones(1)))), (torch.full((2,), 2.0), torch.full((1,), 2.0)))
+        assert_close(
+            net((Held(torch.ones(2)), Held(torch.ones(1)))),
+            (torch.full((2,), 2.0), torch.full((1,), 2.0)),
+        )
 
 
 def test_nested_containers_of_parts():
-    """The first tuple or list on the way down holds the parts. Each lane gets its own containers."""
+    """The first tuple or list on the way down holds the parts.
+
+    Each lane gets its own containers.
+    """
 
     def forward(batch):
         batch["seen"] = True
@@ -169,7 +207,9 @@ def test_other_outputs():
     """A PackedSequence, or a list with one item per row, is one output."""
     parts = ["a", "b"], ["c"]
     assert TupleParallel(nn.Identity(), TWO)(parts) == parts
-    outputs = TupleParallel(nn.Identity(), TWO)((pack_sequence([torch.zeros(2)]), pack_sequence([torch.ones(1)])))
+    outputs = TupleParallel(nn.Identity(), TWO)(
+        (pack_sequence([torch.zeros(2)]), pack_sequence([torch.ones(1)]))
+    )
     assert [type(output) for output in outputs] == [PackedSequence] * 2
 
 

@@ -1,4 +1,6 @@
-"""DataParallel, TupleParallel, and ParallelWrapper look up missing attributes on the module that they wrap."""
+"""DataParallel, TupleParallel, and ParallelWrapper look up missing attributes on the module that
+they wrap.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,12 @@ def test_every_kind_is_found(wrap):
     net = wrap(model)
     for name in ("linear", "scale", "steps"):
         assert getattr(net, name) is getattr(model, name)
-    assert (net.threshold, net.doubled, net.kind, net.describe()) == (0.5, 1.0, "classifier", "a model")
+    assert (net.threshold, net.doubled, net.kind, net.describe()) == (
+        0.5,
+        1.0,
+        "classifier",
+        "a model",
+    )
 
 
 @WRAPPERS
@@ -99,10 +106,15 @@ def test_own_names_come_first():
 
 @WRAPPERS
 @pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, copy.copy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "copy", "pickle"]
+    "duplicate",
+    [copy.deepcopy, copy.copy, lambda net: pickle.loads(pickle.dumps(net))],
+    ids=["deepcopy", "copy", "pickle"],
 )
 def test_copies_are_wrappers(wrap, duplicate):
-    """Before and after a call. The module's `__deepcopy__` copies the module, not the wrapper around it."""
+    """Before and after a call.
+
+    The module's `__deepcopy__` copies the module, not the wrapper around it.
+    """
     net = wrap(Model())
     x = torch.randn(5, 4)
     inputs = x.chunk(2) if wrap is on_parts else x

@@ -1,4 +1,6 @@
-"""`wrapper` and `Wrapper`: which functions they take, and that a decorated function keeps its metadata and can be sent."""
+"""`wrapper` and `Wrapper`: which functions they take, and that a decorated function keeps its
+metadata and can be sent.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,14 @@ def test_function_keeps_its_metadata():
     """Name, module, source, annotations, and signature are those of the function in __wrapped__."""
     plain = shift.__wrapped__
     assert inspect.isfunction(plain)
-    for name in ("__name__", "__qualname__", "__module__", "__defaults__", "__kwdefaults__", "__annotations__"):
+    for name in (
+        "__name__",
+        "__qualname__",
+        "__module__",
+        "__defaults__",
+        "__kwdefaults__",
+        "__annotations__",
+    ):
         assert getattr(shift, name) == getattr(plain, name)
     assert inspect.signature(shift) == inspect.signature(plain)
     assert inspect.getsource(shift) == inspect.getsource(plain)
@@ -51,7 +60,10 @@ def test_function_keeps_its_metadata():
 
 
 def test_attributes():
-    """`platform` is read-only. Other attributes are those of the function, and may be set and deleted, as click does."""
+    """`platform` is read-only.
+
+    Other attributes are those of the function, and may be set and deleted, as click does.
+    """
     with pytest.raises(AttributeError):
         shift.platform = Platform(device="cpu")
     with pytest.raises(AttributeError, match=r"no attribute 'zzzz'$"):
@@ -97,7 +109,11 @@ def test_pickles_by_name_or_by_value():
     for module in (cloudpickle, pickle):
         assert module.loads(module.dumps(shift)) is shift
     for function in (local(), decorated_elsewhere):  # another object has the name of the second one
-        for back in (cloudpickle.loads(cloudpickle.dumps(function)), copy.copy(function), copy.deepcopy(function)):
+        for back in (
+            cloudpickle.loads(cloudpickle.dumps(function)),
+            copy.copy(function),
+            copy.deepcopy(function),
+        ):
             assert (back.platform, back.inline(2)) == (TWO, function.inline(2))
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pickle.dumps(local())

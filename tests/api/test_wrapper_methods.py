@@ -17,7 +17,9 @@ launched = wrapper(ranks(1))
 
 
 class UnchainedClassmethod(classmethod):
-    """Binds like classmethod in Python 3.13 and later, which does not call the wrapped function's ``__get__``."""
+    """Binds like classmethod in Python 3.13 and later, which does not call the wrapped function's
+    ``__get__``.
+    """
 
     def __get__(self, instance, owner=None):
         return types.MethodType(self.__func__, type(instance) if owner is None else owner)
@@ -103,14 +105,20 @@ def test_methods_run_on_their_object():
 
 def test_addresses_do_not_count_self():
     lock = threading.Lock()
-    with pytest.raises(UnsendableError, match=r"^args\[0\]\[1\] cannot be sent to another process: lock"):
+    with pytest.raises(
+        UnsendableError, match=r"^args\[0\]\[1\] cannot be sent to another process: lock"
+    ):
         Model().method([0, lock])
-    with pytest.raises(UnsendableError, match=r"^the object\.lock cannot be sent to another process: lock"):
+    with pytest.raises(
+        UnsendableError, match=r"^the object\.lock cannot be sent to another process: lock"
+    ):
         Model(lock=lock).method(1)
 
 
 def test_decorated_values_in_ranks():
-    """Decorated functions, and objects of local classes with decorated methods, are arguments and results."""
+    """Decorated functions, and objects of local classes with decorated methods, are arguments and
+    results.
+    """
 
     class Local:
         @launched
@@ -120,7 +128,9 @@ def test_decorated_values_in_ranks():
     def receive(function, *models):
         return function.__wrapped__(3), [model.method.__wrapped__(3) for model in models], function
 
-    called, models, back = wrapper(ranks(2))(receive)(launched(lambda x: x + 1), Model(bias=2), Small())[1]
+    called, models, back = wrapper(ranks(2))(receive)(
+        launched(lambda x: x + 1), Model(bias=2), Small()
+    )[1]
     assert (called, models) == (4, [5, 3])
     assert back(1) == (2,)
     assert wrapper(ranks(2))(lambda model: model)(Local())[0](1) == Local()(1) == (1,)

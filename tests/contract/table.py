@@ -1,8 +1,9 @@
-"""Write docs/launch_failures.md: the error of each failure under each launcher, as recorded by the tests of launchers.
+"""Write docs/launch_failures.md: the error of each failure under each launcher, as recorded by the
+tests of launchers.
 
-``python -m tests.contract.table`` runs these tests and writes the page. The columns of launchers that cannot run on this
-machine stay as they are, and so do cells that say why there is no error. In other runs, a test fails if a launcher behaves
-differently from its cell.
+``python -m tests.contract.table`` runs these tests and writes the page. The columns of launchers
+that cannot run on this machine stay as they are, and so do cells that say why there is no error. In
+other runs, a test fails if a launcher behaves differently from its cell.
 """
 
 from __future__ import annotations
@@ -15,10 +16,17 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs" / "launch_failures.md"
 _WRITES = "PARAWRAP_TEST_WRITES_TABLE"
 
-COLUMNS = {"local": "local", "torchrun": "torchrun", "slurm": "Slurm", "ray": "Ray", "inline": "`.inline(...)`"}
+COLUMNS = {
+    "local": "local",
+    "torchrun": "torchrun",
+    "slurm": "Slurm",
+    "ray": "Ray",
+    "inline": "`.inline(...)`",
+}
 
 SITUATIONS = {
-    "raised": "A rank raises an exception that pickle cannot rebuild while the others wait for it in a collective",
+    "raised": "A rank raises an exception that pickle cannot rebuild while the others wait for it "
+    "in a collective",
     "sys.exit": "A rank calls `sys.exit(3)`",
     "os._exit": "A rank calls `os._exit(7)`",
     "killed": "A rank is killed by SIGKILL",
@@ -62,14 +70,19 @@ _written = {}
 
 
 def check_cell(situation, launcher, behavior):
-    """Fail if the page shows other behavior of a launcher. While the page is written, remember the behavior."""
+    """Fail if the page shows other behavior of a launcher.
+
+    While the page is written, remember the behavior.
+    """
     text = behavior if isinstance(behavior, str) else behavior_of(type(behavior), str(behavior))
     for pattern, replacement in _MASKS:
         text = re.sub(pattern, replacement, text)
     if _WRITES in os.environ:
         _written[situation, launcher] = text.strip()
     else:
-        assert _cells_on_page().get((situation, launcher)) == text.strip(), "run `python -m tests.contract.table`"
+        assert _cells_on_page().get((situation, launcher)) == text.strip(), (
+            "run `python -m tests.contract.table`"
+        )
 
 
 def behavior_of(kind, message):
@@ -83,7 +96,11 @@ def _cells_on_page():
     for title, *row in rows:
         if title in titles and len(row) == len(COLUMNS):
             filled = [row[0] if cell == _SAME else cell for cell in row]
-            cells |= {(titles[title], name): cell for name, cell in zip(COLUMNS, filled, strict=True) if cell != _NONE}
+            cells |= {
+                (titles[title], name): cell
+                for name, cell in zip(COLUMNS, filled, strict=True)
+                if cell != _NONE
+            }
     return cells
 
 
@@ -91,7 +108,10 @@ _SAME, _NONE = "the same", "-"
 
 
 def _write_page(cells):
-    lines = ["| What happens | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    lines = [
+        "| What happens | " + " | ".join(COLUMNS.values()) + " |",
+        "|---" * (len(COLUMNS) + 1) + "|",
+    ]
     for situation, title in SITUATIONS.items():
         row = [cells.get((situation, name), _NONE) for name in COLUMNS]
         shortened = [row[0], *(_SAME if cell == row[0] != _NONE else cell for cell in row[1:])]

@@ -13,7 +13,9 @@ META = torch.device("meta")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_quantized_parts_are_refused():
     """torch.cat would take the scale of the first part."""
-    parts = [torch.quantize_per_tensor(torch.ones(rows, 2), 0.5, 1, torch.quint8) for rows in (3, 1)]
+    parts = [
+        torch.quantize_per_tensor(torch.ones(rows, 2), 0.5, 1, torch.quint8) for rows in (3, 1)
+    ]
     assert "Return tensor.dequantize()" in refusal(*parts)
 
 
@@ -32,8 +34,12 @@ def test_pad_fills_to_the_longest_lane():
         found = joined(torch.ones(2, 3), torch.ones(4, 1), join="pad", dim=dim)
         assert (found.shape, found.sum()) == ((4, 4), 10)
         assert found[2:, :3].eq(0).all()
-    assert "shapes (3, 1), (1,), which differ beyond dim 0" in refusal(torch.zeros(3, 1), torch.zeros(1), join="pad")
-    assert "without the rows" in refusal(torch.zeros(2, 1), torch.zeros(1, 3), join="pad", out_dims=0)
+    assert "shapes (3, 1), (1,), which differ beyond dim 0" in refusal(
+        torch.zeros(3, 1), torch.zeros(1), join="pad"
+    )
+    assert "without the rows" in refusal(
+        torch.zeros(2, 1), torch.zeros(1, 3), join="pad", out_dims=0
+    )
     assert joined(torch.zeros(3, 2), torch.zeros(4, 4), out_dims="ragged", join="pad").shape == (
         7,
         4,

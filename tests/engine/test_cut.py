@@ -16,9 +16,13 @@ from tests.helpers.shards import Output, cut, cutter, planned
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5])
 def test_one_row_is_broadcast(rows):
-    """A tensor with one row next to more rows, or none, goes whole to every lane, as in torch's broadcasting."""
+    """A tensor with one row next to more rows, or none, goes whole to every lane, as in torch's
+    broadcasting.
+    """
     one, scale, columns = torch.ones(1, 3), torch.tensor(2.0), torch.zeros(3, rows)
-    shards = cut(cutter(in_dims={"rest": None}), torch.zeros(rows, 3), one, None, whole := torch.zeros(7))
+    shards = cut(
+        cutter(in_dims={"rest": None}), torch.zeros(rows, 3), one, None, whole := torch.zeros(7)
+    )
     assert all(shard.args[1] is one and shard.args[3] is whole for shard in shards)
     assert sum(shard.rows for shard in shards) == rows
     assert len(shards) == (1 if rows < 2 else 2)
@@ -41,17 +45,52 @@ IN_DIMS = {
     "texts": (0, TEXTS, TEXTS[:2], TEXTS[2:]),
     "numbers": (0, (1, 2, 3), (1, 2), (3,)),
     "own class": (0, Names(TEXTS), TEXTS[:2], TEXTS[2:]),
-    "deque": (0, {"t": deque(TEXTS), "n": 4}, {"t": deque(TEXTS[:2]), "n": 4}, {"t": deque(TEXTS[2:]), "n": 4}),
-    "empty": (0, {"x": X, "t": [], "u": ()}, {"x": X[:2], "t": [], "u": ()}, {"x": X[2:], "t": [], "u": ()}),
-    "texts in a dict": (0, {"t": TEXTS, "n": 4}, {"t": TEXTS[:2], "n": 4}, {"t": TEXTS[2:], "n": 4}),
-    "size in a dict": (0, {"x": X, "size": (8, 8, 8)}, {"x": X[:2], "size": (8, 8, 8)}, {"x": X[2:], "size": (8, 8, 8)}),
+    "deque": (
+        0,
+        {"t": deque(TEXTS), "n": 4},
+        {"t": deque(TEXTS[:2]), "n": 4},
+        {"t": deque(TEXTS[2:]), "n": 4},
+    ),
+    "empty": (
+        0,
+        {"x": X, "t": [], "u": ()},
+        {"x": X[:2], "t": [], "u": ()},
+        {"x": X[2:], "t": [], "u": ()},
+    ),
+    "texts in a dict": (
+        0,
+        {"t": TEXTS, "n": 4},
+        {"t": TEXTS[:2], "n": 4},
+        {"t": TEXTS[2:], "n": 4},
+    ),
+    "size in a dict": (
+        0,
+        {"x": X, "size": (8, 8, 8)},
+        {"x": X[:2], "size": (8, 8, 8)},
+        {"x": X[2:], "size": (8, 8, 8)},
+    ),
     "items": ("items", ("a", "b", "c"), ("a", "b"), ("c",)),
     "items of tensors": ("items", LISTED, LISTED[:2], LISTED[2:]),
     "items of equal tensors": ("items", [X, X, X], [X, X], [X]),
-    "items in a dict": ("items", {"x": X, "t": TEXTS}, {"x": X[:2], "t": TEXTS[:2]}, {"x": X[2:], "t": TEXTS[2:]}),
-    "part of a tree": ({"t": "items"}, {"x": X, "t": TEXTS}, {"x": X[:2], "t": TEXTS[:2]}, {"x": X[2:], "t": TEXTS[2:]}),
+    "items in a dict": (
+        "items",
+        {"x": X, "t": TEXTS},
+        {"x": X[:2], "t": TEXTS[:2]},
+        {"x": X[2:], "t": TEXTS[2:]},
+    ),
+    "part of a tree": (
+        {"t": "items"},
+        {"x": X, "t": TEXTS},
+        {"x": X[:2], "t": TEXTS[:2]},
+        {"x": X[2:], "t": TEXTS[2:]},
+    ),
     "list": ([None, "items"], [5, TEXTS], [5, TEXTS[:2]], [5, TEXTS[2:]]),
-    "dataclass": (Output(0, "items"), Output(X, TEXTS), Output(X[:2], TEXTS[:2]), Output(X[2:], TEXTS[2:])),
+    "dataclass": (
+        Output(0, "items"),
+        Output(X, TEXTS),
+        Output(X[:2], TEXTS[:2]),
+        Output(X[2:], TEXTS[2:]),
+    ),
 }
 """The entry of a parameter, its argument, and the parts of two shards of 2 rows and 1 row."""
 
@@ -85,9 +124,15 @@ def test_plans_of_many_sizes_are_freed():
 
 
 def test_plans_are_not_mixed():
-    """A number or a 0-d tensor, and a tensor without the dim, have different plans at the same place."""
+    """A number or a 0-d tensor, and a tensor without the dim, have different plans at the same
+    place.
+    """
     used = cutter(in_dims={"y": 1})
     for _ in range(2):
-        assert len(cut(used, torch.zeros(4), 3.0)) == len(cut(used, torch.zeros(4), torch.tensor(3.0))) == 2
+        assert (
+            len(cut(used, torch.zeros(4), 3.0))
+            == len(cut(used, torch.zeros(4), torch.tensor(3.0)))
+            == 2
+        )
         with pytest.raises(ShardError, match="dim 1"):
             cut(used, torch.zeros(4), torch.zeros(4))

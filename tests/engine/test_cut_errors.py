@@ -1,4 +1,6 @@
-"""Calls that cannot be cut: the error names the argument, what is wrong with it, and the `in_dims` that settle it."""
+"""Calls that cannot be cut: the error names the argument, what is wrong with it, and the `in_dims`
+that settle it.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,31 @@ def test_rows_of_declared_arguments():
         assert f'kwargs["texts"] has {len(texts)} on dim 0, args[0] has 3' in message
     for dim in (2, -3):
         message = uncut(Cutter(dim=dim), torch.zeros(4, 3))
-        assert f"dim {dim} is out of range for args[0], of shape (4, 3): it has 2 dimensions" in message
-    assert "dim 1 is out of range for args[1]" in uncut(cutter(in_dims={"y": 1}), torch.zeros(4), torch.zeros(4))
+        assert (
+            f"dim {dim} is out of range for args[0], of shape (4, 3): it has 2 dimensions"
+            in message
+        )
+    assert "dim 1 is out of range for args[1]" in uncut(
+        cutter(in_dims={"y": 1}), torch.zeros(4), torch.zeros(4)
+    )
     message = uncut(Cutter(dim=1), None, torch.zeros(4), torch.zeros(5))
     assert "args[1] and args[2], of shape (4,): it has 1 dimensions" in message
     for entry, argument, text in (
-        ({"k": 0}, {"j": ROWS}, "in_dims[\"y\"][\"k\"] is declared, and 'y' is a dict with ['j'] there"),
-        ({"k": {"i": 0}}, {"k": ROWS}, 'in_dims["y"]["k"]["i"] is declared, and \'y\' is a Tensor there'),
-        ({"k": (0,)}, {"k": (ROWS, ROWS)}, 'in_dims["y"]["k"] declares 1 items, and \'y\' has 2 there'),
+        (
+            {"k": 0},
+            {"j": ROWS},
+            "in_dims[\"y\"][\"k\"] is declared, and 'y' is a dict with ['j'] there",
+        ),
+        (
+            {"k": {"i": 0}},
+            {"k": ROWS},
+            'in_dims["y"]["k"]["i"] is declared, and \'y\' is a Tensor there',
+        ),
+        (
+            {"k": (0,)},
+            {"k": (ROWS, ROWS)},
+            'in_dims["y"]["k"] declares 1 items, and \'y\' has 2 there',
+        ),
     ):
         assert text in uncut(cutter(in_dims={"y": entry}), ROWS, argument)
     message = uncut(cutter(), torch.zeros(4), torch.eye(4).to_sparse())
@@ -32,7 +51,9 @@ def test_rows_of_declared_arguments():
 
 
 def test_cuts_that_sizes_allow():
-    """The error names another dim, or "items", where the argument has as many entries as the batch has rows."""
+    """The error names another dim, or "items", where the argument has as many entries as the batch
+    has rows.
+    """
     state, boxes = torch.zeros(2, 3, 5), [torch.zeros(4)] * 3
     for args, cures in (
         ((ROWS, boxes), [{"y": None}, {"y": "items"}]),
@@ -56,7 +77,10 @@ def test_entries_of_rows():
         message = uncut(cutter(), *args)
         place = f"args[{[len(each) for each in args].index(12)}]"
         assert f"If {place} has 4 entries per row, as patches, frames, or masks" in message
-        assert "pass it as (3, 4, ...), and use flatten(0, 1) in the target. If none of these fits" in message
+        assert (
+            "pass it as (3, 4, ...), and use flatten(0, 1) in the target. If none of these fits"
+            in message
+        )
     message = uncut(cutter(), ids, patches, mask=patches)
     assert 'If args[1] and kwargs["mask"] have 4 entries per row' in message
     assert 'to every lane, use in_dims={"x": None}' in message  # the fewer arguments, as a table
@@ -78,5 +102,8 @@ SomeCache.__module__ = "transformers.models.some.modeling_some"
 
 def test_caches_of_unknown_classes():
     message = uncut(cutter(), ROWS, SomeCache())
-    assert "register_split(SomeCache, split=..., join=..., rows=...) to cut it, or pass no cache" in message
+    assert (
+        "register_split(SomeCache, split=..., join=..., rows=...) to cut it, or pass no cache"
+        in message
+    )
     assert "use_cache=False" in message

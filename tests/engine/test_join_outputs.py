@@ -22,7 +22,10 @@ def test_equal_shards_prove_nothing():
     """An undeclared output is refused, also if it has the rows; a declared one is joined."""
     for output, out_dims in ((torch.zeros(2, 3), 0), (["a", "b"], "items"), (numpy.zeros(2), 0)):
         message = refusal(output, copy.copy(output), sizes=(2, 2))
-        assert "all lanes had 2 rows, which does not show whether this output follows the rows" in message
+        assert (
+            "all lanes had 2 rows, which does not show whether this output follows the rows"
+            in message
+        )
         assert options_of(message) == {"out_dims": out_dims}
         assert len(joined(output, copy.copy(output), sizes=(2, 2), out_dims=out_dims)) == 4
 
@@ -30,7 +33,10 @@ def test_equal_shards_prove_nothing():
 def test_equal_values_are_not_one_value():
     """Two lanes that both count 2 of each class have counted 4."""
     message = refusal(numpy.array([2, 2]), numpy.array([2, 2]))
-    assert "the lanes had 3, 1 rows and returned shapes (2,), (2,), without the rows on dim 0. Equal values" in message
+    assert (
+        "the lanes had 3, 1 rows and returned shapes (2,), (2,), without the rows on dim 0. Equal "
+        "values" in message
+    )
     assert options_of(message) == {"out_dims": None}
     assert options_of(message, "or ") == {"reduce": "sum"}
     for empty in (torch.zeros(0, 4), numpy.zeros((0, 2)), []):
@@ -56,14 +62,17 @@ def test_copies_become_the_original():
     assert joined(one, other, originals=lambda: of_lanes) is original
     assert joined(original, other, originals=lambda: of_lanes) is original
     assert joined(Output(one), Output(other), originals=lambda: of_lanes).logits is original
-    filled = torch.zeros(7)  # that only the function holds: each lane may have written its rows into it
+    # That only the function holds: each lane may have written its rows into it
+    filled = torch.zeros(7)
     for parts in ((torch.zeros(7), other), (one, torch.zeros(7)), (one, one), (filled, filled)):
         assert "without the rows on dim 0" in refusal(*parts, originals=lambda: of_lanes)
 
 
 def test_values_without_rows():
     for value in (None, "text", torch.float32, CPU, {}, (), ("a", "b"), Output("a")):
-        found = joined({"y": torch.zeros(3), "v": value}, {"y": torch.zeros(1), "v": copy.copy(value)})["v"]
+        found = joined(
+            {"y": torch.zeros(3), "v": value}, {"y": torch.zeros(1), "v": copy.copy(value)}
+        )["v"]
         assert_same(found, value)
     for one, other in (("a", "b"), (None, "a"), ("a", 1.0), (None, torch.zeros(1))):
         message = refusal({"n": one}, {"n": other})
@@ -72,7 +81,9 @@ def test_values_without_rows():
 
 def test_keys_must_agree():
     """The error names the lane with other keys, and the structures of both lanes."""
-    message = refusal({"a": torch.zeros(3)}, {"a": torch.zeros(1)}, {"b": torch.zeros(1)}, sizes=(3, 1, 1))
+    message = refusal(
+        {"a": torch.zeros(3)}, {"a": torch.zeros(1)}, {"b": torch.zeros(1)}, sizes=(3, 1, 1)
+    )
     for part in (
         "output cannot be joined",
         "lane 0 returned PyTreeSpec({'a': *}",
@@ -81,7 +92,9 @@ def test_keys_must_agree():
         'join="list"',
     ):
         assert part in message
-    found = joined({"a": torch.zeros(3), "b": torch.ones(3)}, {"b": torch.ones(1), "a": torch.zeros(1)})
+    found = joined(
+        {"a": torch.zeros(3), "b": torch.ones(3)}, {"b": torch.ones(1), "a": torch.zeros(1)}
+    )
     assert (found["a"].tolist(), found["b"].tolist()) == ([0] * 4, [1] * 4)
 
 

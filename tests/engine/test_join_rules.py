@@ -21,12 +21,17 @@ class Fields(UserDict):
 def test_trees_declare_keys_and_fields(make, declare):
     outputs = [make(logits=torch.zeros(3, n), loss=torch.tensor(2.0)) for n in (2, 2)]
     found = joined(*outputs, sizes=(2, 2), out_dims=declare(logits=1, loss=None))
-    logits, loss = (found.logits, found.loss) if make is Output else (found["logits"], found["loss"])
+    logits, loss = (
+        (found.logits, found.loss) if make is Output else (found["logits"], found["loss"])
+    )
     assert (tuple(logits.shape), loss.item(), type(found)) == ((3, 4), 2, make)
     outputs = [make(logits=torch.zeros(n), loss=torch.tensor(1.0)) for n in (3, 1)]
     for option in ("out_dims", "reduce"):
         message = refusal(*outputs, **{"out_dims": {"loss": None}, option: {"los": None}})
-        assert f"{option} declares the key 'los', and the output has ['logits', 'loss'] here" in message
+        assert (
+            f"{option} declares the key 'los', and the output has ['logits', 'loss'] here"
+            in message
+        )
 
 
 def test_sizes_are_checked():
@@ -36,7 +41,10 @@ def test_sizes_are_checked():
     outputs = [{"a": torch.zeros(2, n), "b": torch.ones(2)} for n in (3, 1)]
     assert 'output["b"] cannot be joined' in refusal(*outputs, out_dims={"a": 1})
     message = refusal(torch.zeros(2, 3), torch.zeros(2, 3), sizes=(2, 2), out_dims=1)
-    assert "the lanes had 2, 2 rows and returned shapes (2, 3), (2, 3), without the rows on dim 1" in message
+    assert (
+        "the lanes had 2, 2 rows and returned shapes (2, 3), (2, 3), without the rows on dim 1"
+        in message
+    )
     for make in (torch.zeros, numpy.zeros):
         assert "(3,), (1,)" in refusal(make(3), make(1), dim=1, out_dims=1)
         assert "(2,), (1,)" in refusal(make(2), make(1), out_dims=0)
@@ -67,7 +75,12 @@ UNEQUAL = [
     ),  # copies of a layer, which end with the block
 ]
 if hasattr(numpy, "dtypes") and hasattr(numpy.dtypes, "StringDType"):  # since numpy 2
-    UNEQUAL.append(tuple(numpy.array([f"a text of {rows} rows"], dtype=numpy.dtypes.StringDType()) for rows in (3, 1)))
+    UNEQUAL.append(
+        tuple(
+            numpy.array([f"a text of {rows} rows"], dtype=numpy.dtypes.StringDType())
+            for rows in (3, 1)
+        )
+    )
 
 
 def test_none_declares_one_value():
@@ -103,17 +116,27 @@ def test_items_and_ragged():
         assert "the lanes had 2, 2 rows and returned 3, 1 items" in message
     assert joined([], [], sizes=(2, 2), out_dims="items") == []
     assert joined(["a", "b"], ["c", "d"], sizes=(2, 2), out_dims=0) == ["a", "b", "c", "d"]
-    assert [each.shape for each in joined([*rows(2)], [*rows(2)], sizes=(2, 2), out_dims=0)] == [(4, 2)]
+    assert [each.shape for each in joined([*rows(2)], [*rows(2)], sizes=(2, 2), out_dims=0)] == [
+        (4, 2)
+    ]
     first = {"t": torch.zeros(6, 2), "l": ["a"], "a": numpy.zeros(3)}
-    found = joined(first, {"t": torch.ones(1, 2), "l": [], "a": numpy.ones(0)}, sizes=(2, 2), out_dims="ragged")
+    found = joined(
+        first, {"t": torch.ones(1, 2), "l": [], "a": numpy.ones(0)}, sizes=(2, 2), out_dims="ragged"
+    )
     assert (found["t"].shape, found["l"], found["a"].shape) == ((7, 2), ["a"], (3,))
-    found = joined((torch.zeros(6, 2), torch.zeros(2)), (torch.ones(1, 2), torch.ones(2)), out_dims="ragged")
+    found = joined(
+        (torch.zeros(6, 2), torch.zeros(2)), (torch.ones(1, 2), torch.ones(2)), out_dims="ragged"
+    )
     assert [each.shape for each in found] == [(7, 2), (4,)]
-    assert joined(torch.zeros(2, 6), torch.ones(2, 1), sizes=(2, 2), dim=1, out_dims="ragged").shape == (2, 7)
+    assert joined(
+        torch.zeros(2, 6), torch.ones(2, 1), sizes=(2, 2), dim=1, out_dims="ragged"
+    ).shape == (2, 7)
     for make in (torch.zeros, numpy.zeros):
         assert "differ beyond dim 0" in refusal(make((3, 2)), make((1, 4)), out_dims="ragged")
         for length in (3, 1):
-            assert f"({length},), (1,), which have no dim 1" in refusal(make(length), make(1), dim=1, out_dims="ragged")
+            assert f"({length},), (1,), which have no dim 1" in refusal(
+                make(length), make(1), dim=1, out_dims="ragged"
+            )
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -121,7 +144,9 @@ def test_nested_tensors_have_no_dim():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for out_dims in (None, 0, "ragged"):
         for output, place in ((nested, "output"), ((nested, "text"), "output[0]")):
-            assert f"{place} cannot be joined: a nested tensor" in refusal(output, output, out_dims=out_dims)
+            assert f"{place} cannot be joined: a nested tensor" in refusal(
+                output, output, out_dims=out_dims
+            )
 
 
 def test_trees_of_another_output():
@@ -138,13 +163,18 @@ def test_trees_of_another_output():
 def test_a_tree_of_reductions():
     """A dict names keys and fields; a tuple names items. Rows are joined by their sizes."""
     parts = rows(3, 1)
-    outputs = [{"y": part, "loss": torch.tensor(float(n)), "count": n} for part, n in zip(parts, (3, 1), strict=True)]
+    outputs = [
+        {"y": part, "loss": torch.tensor(float(n)), "count": n}
+        for part, n in zip(parts, (3, 1), strict=True)
+    ]
     for reduce in ({"loss": "mean", "count": "sum"}, {"y": None, "loss": "mean", "count": "sum"}):
         found = joined(*outputs, reduce=reduce)
         assert (found["y"].shape, found["loss"].item(), found["count"]) == ((4, 2), 2.5, 4)
     found = joined(*map(Output, parts, (1.0, 5.0)), reduce=Output(None, "mean"))
     assert (found.logits.shape, found.loss) == ((4, 2), 2.0)
-    assert joined(*(({"loss": float(n)}, n) for n in (3, 1)), reduce=({"loss": torch.max}, "sum")) == ({"loss": 3.0}, 4)
+    assert joined(
+        *(({"loss": float(n)}, n) for n in (3, 1)), reduce=({"loss": torch.max}, "sum")
+    ) == ({"loss": 3.0}, 4)
     assert joined([1.0, 2], [3.0, 4], reduce=["stack", "sum"])[1] == 6
     assert 'output["count"] cannot be joined' in refusal(*outputs, reduce={"loss": "mean"})
 

@@ -45,7 +45,10 @@ def join(parts):
 
 def tensors_of(cache):
     """Return the tensors of each layer of a cache by name."""
-    found = [{name: each for name, each in vars(layer).items() if isinstance(each, torch.Tensor)} for layer in cache.layers]
+    found = [
+        {name: each for name, each in vars(layer).items() if isinstance(each, torch.Tensor)}
+        for layer in cache.layers
+    ]
     return [tensors for tensors in found if tensors]
 
 
@@ -59,8 +62,16 @@ def tiny(window=None):
     import transformers as t
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 11}
-    config = t.MistralConfig(num_key_value_heads=1, sliding_window=window, max_position_embeddings=32, **sizes)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 11,
+    }
+    config = t.MistralConfig(
+        num_key_value_heads=1, sliding_window=window, max_position_embeddings=32, **sizes
+    )
     return t.MistralForCausalLM(config).eval()
 
 
@@ -73,7 +84,9 @@ def new_cache(kind, model):
 
 
 def tokens(rows, length):
-    return torch.randint(3, 11, (rows, length), generator=torch.Generator().manual_seed(rows * 100 + length))
+    return torch.randint(
+        3, 11, (rows, length), generator=torch.Generator().manual_seed(rows * 100 + length)
+    )
 
 
 def filled(model, cache, rows=5, length=6):
@@ -84,7 +97,9 @@ def filled(model, cache, rows=5, length=6):
 
 @pytest.mark.parametrize(("window", "kind"), [(None, "dynamic"), (4, "config"), (4, "static")])
 def test_decoding_with_parts_of_a_cache(window, kind):
-    """From an empty cache on, parts have the logits of the whole cache, and `update` writes to the caller's objects."""
+    """From an empty cache on, parts have the logits of the whole cache, and `update` writes to the
+    caller's objects.
+    """
     model = tiny(window)
     whole, cache = new_cache(kind, model), new_cache(kind, model)
     rule, layers, keys = rule_for(type(cache)), cache.layers, None
@@ -101,23 +116,31 @@ def test_decoding_with_parts_of_a_cache(window, kind):
                 for rows, part in zip(text.split([2, 3]), parts, strict=True)
             ]
         torch.testing.assert_close(torch.cat(got), expected)
-        torch.testing.assert_close(tensors_of(cache), before)  # lanes do not write to the caller's cache
+        # Lanes do not write to the caller's cache
+        torch.testing.assert_close(tensors_of(cache), before)
         rule.update(cache, rule.join(parts))
         assert_same_cache(cache, whole)
         assert rule.rows(cache) == 5
         assert cache.layers is layers
         if kind == "static":  # compiled models hold the addresses of its tensors
             assert keys is None or cache.layers[0].keys is keys
-            assert (cache.layers[0].batch_size, [part.layers[0].batch_size for part in parts]) == (5, [2, 3])
+            assert (cache.layers[0].batch_size, [part.layers[0].batch_size for part in parts]) == (
+                5,
+                [2, 3],
+            )
         keys = cache.layers[0].keys
 
 
 def test_caches_of_caches():
-    """Both caches of an encoder-decoder model are cut, with gradients, and the caller's caches stay the same objects."""
+    """Both caches of an encoder-decoder model are cut, with gradients, and the caller's caches stay
+    the same objects.
+    """
     import transformers as t
 
     keys = torch.randn(4, 1, 3, 8, requires_grad=True)
-    cache = t.EncoderDecoderCache(t.DynamicCache([(keys, keys * 2)]), t.DynamicCache([(keys, keys)]))
+    cache = t.EncoderDecoderCache(
+        t.DynamicCache([(keys, keys * 2)]), t.DynamicCache([(keys, keys)])
+    )
     inner, rule = (cache.self_attention_cache, cache.cross_attention_cache), rule_for(type(cache))
     parts = cut(cache, [1, 3])
     assert parts[0].is_updated == cache.is_updated
@@ -132,7 +155,10 @@ def test_caches_of_caches():
 
 
 def test_calls_with_a_cache():
-    """The caller's cache is returned. An error names a cache that the lanes filled differently, or returned."""
+    """The caller's cache is returned.
+
+    An error names a cache that the lanes filled differently, or returned.
+    """
     import transformers as t
 
     def keys(x, *, differ):
@@ -154,7 +180,9 @@ def test_calls_with_a_cache():
             p(x, cache, differ=True)
     with (
         parallel(makes, ["cpu"] * 2) as p,
-        pytest.raises(GatherError, match=r'output\["past"\].*shapes of keys.*use_cache=False.*join="list"'),
+        pytest.raises(
+            GatherError, match=r'output\["past"\].*shapes of keys.*use_cache=False.*join="list"'
+        ),
     ):
         p(x)
 
@@ -166,18 +194,28 @@ IMAGES = {"image_size": 8, "patch_size": 4}
 def clip():
     import transformers as t
 
-    text = t.CLIPTextConfig(**SMALL, num_hidden_layers=2, vocab_size=50, bos_token_id=48, eos_token_id=49)
+    text = t.CLIPTextConfig(
+        **SMALL, num_hidden_layers=2, vocab_size=50, bos_token_id=48, eos_token_id=49
+    )
     vision = t.CLIPVisionConfig(**SMALL, **IMAGES, num_hidden_layers=2)
-    return t.CLIPModel(t.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
+    return t.CLIPModel(
+        t.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    ).eval()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("with_loss", [False, True])
 def test_a_model_that_compares_texts_with_images(with_loss):
-    """No option joins its outputs or its loss. Its encoders run in lanes, and their outputs are compared after it."""
+    """No option joins its outputs or its loss.
+
+    Its encoders run in lanes, and their outputs are compared after it.
+    """
     model, ids, pixels = clip(), tokens(9, 6).clamp(max=47), torch.randn(9, 3, 8, 8)
     plain = model(ids, pixels).logits_per_image
-    with parallel(model, ["cpu"] * 2), pytest.raises(GatherError, match="no option can join such") as refused:
+    with (
+        parallel(model, ["cpu"] * 2),
+        pytest.raises(GatherError, match="no option can join such") as refused,
+    ):
         model(ids, pixels, return_loss=with_loss)
     assert 'output["logits_per_image"] and output["logits_per_text"]' in str(refused.value)
     assert "reduce=" not in str(refused.value)
@@ -239,7 +277,9 @@ def test_workers_fill_a_cache(kind):
 
 
 def test_unknown_caches_are_refused():
-    """Unknown tensors, other layouts, and quantized layers raise errors that name the type and `register_split`."""
+    """Unknown tensors, other layouts, and quantized layers raise errors that name the type and
+    `register_split`.
+    """
     import transformers
     from transformers.cache_utils import DynamicLayer, Fp8QuantizedLayer
 
@@ -264,7 +304,10 @@ def test_unknown_caches_are_refused():
 
 
 def test_moved_values():
-    """A static layer stores the device of the tensors that it creates. A TensorDict may have no device."""
+    """A static layer stores the device of the tensors that it creates.
+
+    A TensorDict may have no device.
+    """
     import tensordict as td
 
     model = tiny()
@@ -279,12 +322,20 @@ def test_moved_values():
 
 
 def test_tensordicts_are_cut_and_joined():
-    """Batch size, names, locks, nested TensorDicts, lazy stacks, and non-tensor entries are kept."""
+    """Batch size, names, locks, nested TensorDicts, lazy stacks, and non-tensor
+    entries are kept.
+    """
     import tensordict as td
 
     lazy = td.lazy_stack([td.TensorDict({"w": torch.full((i + 1,), float(i))}) for i in range(5)])
     inner = td.TensorDict({"b": torch.randn(5, 3, 4)}, batch_size=[5, 3], names=["row", "time"])
-    values = {"a": torch.randn(5, 2), "inner": inner, "lazy": lazy, "name": "x", "words": td.NonTensorStack(*"abcde")}
+    values = {
+        "a": torch.randn(5, 2),
+        "inner": inner,
+        "lazy": lazy,
+        "name": "x",
+        "words": td.NonTensorStack(*"abcde"),
+    }
     whole = td.TensorDict(values, batch_size=[5], names=["row"]).lock_()
     parts = cut(whole, [2, 3])
     assert [tuple(part.batch_size) for part in parts] == [(2,), (3,)]
@@ -292,13 +343,20 @@ def test_tensordicts_are_cut_and_joined():
     joined = join(parts)
     assert all(each.is_locked for each in (whole, *parts, joined))
     assert (joined.batch_size, joined.names, joined.device) == (whole.batch_size, ["row"], None)
-    assert (joined["inner"].batch_size, joined["inner"].names) == (torch.Size([5, 3]), ["row", "time"])
+    assert (joined["inner"].batch_size, joined["inner"].names) == (
+        torch.Size([5, 3]),
+        ["row", "time"],
+    )
     assert isinstance(joined.get("lazy"), td.LazyStackedTensorDict)
-    assert [one["w"].tolist() for one in joined.get("lazy").tensordicts] == [[float(i)] * (i + 1) for i in range(5)]
+    assert [one["w"].tolist() for one in joined.get("lazy").tensordicts] == [
+        [float(i)] * (i + 1) for i in range(5)
+    ]
     assert (joined["name"], list(joined["words"])) == ("x", list("abcde"))
     torch.testing.assert_close(joined["a"], whole["a"])
     torch.testing.assert_close(joined["inner", "b"], whole["inner", "b"])
-    columns = td.lazy_stack([td.TensorDict({"w": torch.randn(5, i + 1)}, batch_size=[5]) for i in range(3)], 1)
+    columns = td.lazy_stack(
+        [td.TensorDict({"w": torch.randn(5, i + 1)}, batch_size=[5]) for i in range(3)], 1
+    )
     joined = join(cut(columns, [1, 4]))
     assert (joined.stack_dim, joined.batch_size) == (1, columns.batch_size)
     for one, other in zip(joined.tensordicts, columns.tensordicts, strict=True):
@@ -313,7 +371,11 @@ def test_tensordicts_that_are_refused():
     whole = td.TensorDict({"a": torch.zeros(5), "m": td.MetaData([1])}, batch_size=[5])
     whole["u"] = td.UnbatchedTensor(torch.ones(2))
     assert join(cut(whole, [2, 3])).batch_size == whole.batch_size
-    for change in ({"m": td.MetaData([2])}, {"u": td.UnbatchedTensor(torch.zeros(2))}, {"new": torch.zeros(2)}):
+    for change in (
+        {"m": td.MetaData([2])},
+        {"u": td.UnbatchedTensor(torch.zeros(2))},
+        {"new": torch.zeros(2)},
+    ):
         parts = cut(whole, [2, 3])
         parts[0].update(change)
         with pytest.raises(GatherError, match="TensorDict cannot be joined"):
@@ -325,14 +387,24 @@ def graph(nodes):
     from torch_geometric.data import Data
 
     edges = torch.randint(0, nodes, (2, 2 * nodes))
-    return Data(x=torch.randn(nodes, 3), edge_index=edges, y=torch.tensor([nodes]), name=f"g{nodes}", weight=0.5)
+    return Data(
+        x=torch.randn(nodes, 3),
+        edge_index=edges,
+        y=torch.tensor([nodes]),
+        name=f"g{nodes}",
+        weight=0.5,
+    )
 
 
 def hetero(nodes):
     from torch_geometric.data import HeteroData
 
     data = HeteroData()
-    data["a"].x, data["b"].x, data.y = torch.randn(nodes, 2), torch.randn(nodes + 1, 3), torch.tensor([nodes])
+    data["a"].x, data["b"].x, data.y = (
+        torch.randn(nodes, 2),
+        torch.randn(nodes + 1, 3),
+        torch.tensor([nodes]),
+    )
     data["a", "to", "b"].edge_index = torch.stack([torch.arange(nodes), torch.arange(nodes) + 1])
     return data
 
@@ -346,7 +418,9 @@ def assert_same_batch(one, other):
 
 @pytest.mark.parametrize("make", [graph, hetero])
 def test_graphs_are_cut_and_joined(make):
-    """Graphs may have different sizes, no edges, graph attributes, and follow_batch; a class of batches is kept."""
+    """Graphs may have different sizes, no edges, graph attributes, and follow_batch; a class of
+    batches is kept.
+    """
     from torch_geometric.data import Batch
 
     class Own(Batch):
@@ -378,7 +452,9 @@ def test_calls_with_graphs():
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_changed_batches_are_refused():
-    """torch_geometric would drop attributes that were added later, and cut replaced attributes at the old positions."""
+    """torch_geometric would drop attributes that were added later, and cut replaced attributes at
+    the old positions.
+    """
     from torch_geometric.data import Batch, Data
 
     def changed(change):
@@ -389,17 +465,28 @@ def test_changed_batches_are_refused():
     unconnected = Batch.from_data_list([Data(x=torch.zeros(n, 1)) for n in (3, 1, 4)])
     unconnected.edge_index = torch.tensor([[0], [1]])
     sparse = [Data(x=torch.zeros(2, 1), adj=torch.eye(2).to_sparse()) for _ in range(3)]
-    nested = Batch.from_data_list([Data(x=torch.zeros(2, 1), held={"a": torch.zeros(2)}) for _ in range(3)])
+    nested = Batch.from_data_list(
+        [Data(x=torch.zeros(2, 1), held={"a": torch.zeros(2)}) for _ in range(3)]
+    )
     nested.held["a"] = torch.zeros(9)
     for batch, words in (
         (nested, "its held is sparse, or of another size"),
         (changed(lambda batch: setattr(batch, "z", torch.zeros(8))), "its z was set or deleted"),
         (changed(lambda batch: delattr(batch, "ptr")), "its ptr was set or deleted"),
-        (changed(lambda batch: setattr(batch, "x", torch.zeros(9, 3))), "its x is sparse, or of another size"),
-        (changed(lambda batch: setattr(batch, "edge_index", batch.edge_index.flip(1))), "its edge_index has edges"),
+        (
+            changed(lambda batch: setattr(batch, "x", torch.zeros(9, 3))),
+            "its x is sparse, or of another size",
+        ),
+        (
+            changed(lambda batch: setattr(batch, "edge_index", batch.edge_index.flip(1))),
+            "its edge_index has edges",
+        ),
         (unconnected, "its edge_index was set"),
         (Batch.from_data_list(sparse), "its adj is sparse"),
-        (Batch(x=torch.zeros(3, 2), batch=torch.tensor([0, 0, 1])), "make it by Batch.from_data_list"),
+        (
+            Batch(x=torch.zeros(3, 2), batch=torch.tensor([0, 0, 1])),
+            "make it by Batch.from_data_list",
+        ),
     ):
         with pytest.raises(ShardError, match=rf"{type(batch).__name__}.*{words}.*register_split"):
             rule_for(type(batch)).split(batch, [1, 2])
@@ -534,8 +621,14 @@ def test_changes_of_graphs_that_are_refused():
         part.x, part.batch = part.x[::2], part.batch[::2]
 
     for change, words in (
-        (lambda part: setattr(part, "z", torch.zeros(7)), "its z, which is not a tensor with one row"),
-        (lambda part: setattr(part, "names", ["a"]), "its names, which is not a tensor with one row"),
+        (
+            lambda part: setattr(part, "z", torch.zeros(7)),
+            "its z, which is not a tensor with one row",
+        ),
+        (
+            lambda part: setattr(part, "names", ["a"]),
+            "its names, which is not a tensor with one row",
+        ),
         (
             lambda part: setattr(part, "node_index", torch.arange(part.num_nodes)),
             "its node_index, which is not",

@@ -73,7 +73,9 @@ def test_rows_and_split_of_a_class():
     class Table:
         height = 5
 
-    register_split(Table, split=lambda _, sizes: list(sizes), join=sum, rows=lambda table: table.height)
+    register_split(
+        Table, split=lambda _, sizes: list(sizes), join=sum, rows=lambda table: table.height
+    )
     shards = cut(Cutter(), Table())
     assert [shard.args[0] for shard in shards] == [3, 2]
     words, _, join = new_class()
@@ -296,4 +298,8 @@ def test_parts_of_a_registered_class():
     update_argument(value, found)
     assert value.items is items
     assert items == ["A", "B", "C"]
-    assert "they are Words and" in refusal([words("ab")], [registered()("c")], sizes=(2, 1), out_dims="items") or True
+    assert (
+        "they are Words and"
+        in refusal([words("ab")], [registered()("c")], sizes=(2, 1), out_dims="items")
+        or True
+    )

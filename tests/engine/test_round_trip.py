@@ -1,4 +1,6 @@
-"""Joining the shards of a call gives the call again: no row is padded, dropped, repeated, or moved."""
+"""Joining the shards of a call gives the call again: no row is padded, dropped,
+repeated, or moved.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from tests.helpers.shards import CPU
 
 rules = st.sampled_from([balanced_sizes, uneven_sizes])
 Pair = namedtuple("Pair", "first second")
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +52,11 @@ def tensors(rows: int, dim: int):
         shape = [*rest, rows] if dim == -1 else [*rest[:dim], rows, *rest[dim:]]
         return torch.arange(math.prod(shape)).reshape(shape).to(dtype)
 
-    return st.builds(made, st.lists(st.integers(1, 3), min_size=1 if dim == 1 else 0, max_size=2), st.sampled_from(DTYPES))
+    return st.builds(
+        made,
+        st.lists(st.integers(1, 3), min_size=1 if dim == 1 else 0, max_size=2),
+        st.sampled_from(DTYPES),
+    )
 
 
 def trees(leaves):
@@ -74,7 +88,9 @@ def cut(call, sizes):
 
 
 def declared(plan, value):
-    """Return the tree of `out_dims` for the call itself: the dim of each cut leaf, and None for the other leaves."""
+    """Return the tree of `out_dims` for the call itself: the dim of each cut leaf, and None for the
+    other leaves.
+    """
     leaves, spec = flatten(value)
     return as_tree(unflatten(spec, [SimpleNamespace(dim=dim) for dim in plan.dims[: len(leaves)]]))
 
@@ -93,7 +109,8 @@ def is_number(leaf):
 
 @given(calls(), rules)
 def test_joined_shards_are_the_call(call, sizes):
-    """With declared dims, join(scatter(tree)) equals tree for any tree, row count, dim, dtype, and number of lanes.
+    """With declared dims, join(scatter(tree)) equals tree for any tree, row count, dim, dtype, and
+    number of lanes.
 
     Without `out_dims`, uneven shards are joined to the call if it holds neither numbers nor lists.
     """
@@ -109,5 +126,8 @@ def test_joined_shards_are_the_call(call, sizes):
     rules = JoinRules(call[3], out_dims=declared(plan, value))
     assert_same(join([(shard.args, shard.kwargs) for shard in shards], plan.sizes, rules), value)
     if sizes is uneven_sizes and len(shards) > 1:
-        outputs = [Tagged(leaf for leaf in found if not is_number(leaf)) for found in (*leaves, flat.leaves)]
+        outputs = [
+            Tagged(leaf for leaf in found if not is_number(leaf))
+            for found in (*leaves, flat.leaves)
+        ]
         assert_same(join(outputs[:-1], plan.sizes, JoinRules(call[3])), outputs[-1])

@@ -44,7 +44,9 @@ def test_balanced_and_unit_sizes(rows, parts, unit):
     assert len(sizes) == max(1, min(rows, parts))
     *full, last = sizes_in_units(rows, parts, unit)
     assert all(size % unit == 0 for size in full)
-    assert [size // unit for size in full] + [-(-last // unit)] == [*balanced_sizes(-(-rows // unit), parts)]
+    assert [size // unit for size in full] + [-(-last // unit)] == [
+        *balanced_sizes(-(-rows // unit), parts)
+    ]
 
 
 def test_uneven_sizes_show_the_rows():

@@ -36,7 +36,10 @@ def test_options_of_averages(ranks, params, grads):
 
 
 def test_means_are_equal_on_every_rank():
-    """Bitwise, with frozen and tied parameters. A gradient keeps its strides, which may differ by rank."""
+    """Bitwise, with frozen and tied parameters.
+
+    A gradient keeps its strides, which may differ by rank.
+    """
 
     def average():
         torch.manual_seed(current_rank().global_rank)
@@ -62,8 +65,17 @@ def test_means_are_equal_on_every_rank():
 
 
 def test_dtypes_are_kept(ranks):
-    """Integer parameters keep their values, frozen ones are averaged, and large numbers in float16 do not overflow."""
-    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int64]
+    """Integer parameters keep their values, frozen ones are averaged, and large numbers in float16
+    do not overflow.
+    """
+    dtypes = [
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.int64,
+    ]
 
     def average():
         rank = current_rank().global_rank
@@ -81,7 +93,9 @@ def test_dtypes_are_kept(ranks):
 
 
 def test_other_tensors_are_refused(ranks):
-    """The error says how to make a sparse gradient dense, and that a sharded module needs no averages."""
+    """The error says how to make a sparse gradient dense, and that a sharded module needs no
+    averages.
+    """
 
     def average():
         from torch.distributed.device_mesh import init_device_mesh
@@ -90,7 +104,10 @@ def test_other_tensors_are_refused(ranks):
         embedding = nn.Embedding(4, 2, sparse=True)
         embedding(torch.tensor([0, 3])).sum().backward()
         sharded = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)))
-        for module, cure in ((embedding, "use sparse=False"), (sharded, "fully_shard averages gradients over the ranks")):
+        for module, cure in (
+            (embedding, "use sparse=False"),
+            (sharded, "fully_shard averages gradients over the ranks"),
+        ):
             with pytest.raises(TypeError, match=cure):
                 functional.average_params_grads(module)
 
@@ -114,12 +131,16 @@ def test_missing_gradients_are_zeros(ranks):
 
 
 def test_without_other_ranks(lone_ranks):
-    """Values stay bitwise equal with one rank, without a process group, inline, and outside a launch."""
+    """Values stay bitwise equal with one rank, without a process group, inline, and outside a
+    launch.
+    """
 
     def average():
         module = Parameters(torch.tensor([0.1]), gradients=[torch.tensor([0.3])])
         functional.average_params_grads(module, params=True)
-        return torch.equal(module.p0, torch.tensor([0.1])) and torch.equal(module.p0.grad, torch.tensor([0.3]))
+        return torch.equal(module.p0, torch.tensor([0.1])) and torch.equal(
+            module.p0.grad, torch.tensor([0.3])
+        )
 
     inline = wrapper(Platform(device="cpu", n_cpus=2))(average).inline()
     assert (*on(1, average), *lone_ranks(average), *inline, average()) == (True,) * 5

@@ -18,7 +18,9 @@ class Output(NamedTuple):
 
 
 def results(rows):
-    """Return example results of these rows: tensors of several dtypes and lists of several types."""
+    """Return example results of these rows: tensors of several dtypes and lists
+    of several types.
+    """
     numbers = torch.tensor(rows, dtype=torch.int64)
     if not rows:  # other dtypes and shapes than with rows
         nothing = torch.empty(0)
@@ -29,7 +31,9 @@ def results(rows):
         "bool": (numbers % 2 == 0)[:, None, None].expand(-1, 2, 1),
         "output": Output(numbers * 3, ["é" * row for row in rows]),
         "lists": ([row / 3 for row in rows], [row > 1 for row in rows]),
-        "items": [{"boxes": torch.ones(row % 3, 4), "of": (row, "é", None, [0.5] * row)} for row in rows],
+        "items": [
+            {"boxes": torch.ones(row % 3, 4), "of": (row, "é", None, [0.5] * row)} for row in rows
+        ],
     }
 
 
@@ -59,19 +63,25 @@ def test_rows_are_in_dataset_order(ranks, length):
         samplers = {
             "padded": functional.get_dataset_sampler(data),
             "torch": torchs,
-            "in a loader": DataLoader(data, sampler=functional.get_dataset_sampler(data, pad=False)),
+            "in a loader": DataLoader(
+                data, sampler=functional.get_dataset_sampler(data, pad=False)
+            ),
         }
         loaders = {
             "shuffled": DataLoader(data, 2, shuffle=True),
             "single rows": DataLoader(data, None),
-            "plain batches": DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False)),
+            "plain batches": DataLoader(
+                data, batch_sampler=BatchSampler(RandomSampler(data), 2, False)
+            ),
         }
         for name, loader in loaders.items():
             for pad in (False, True):
                 samplers[name, pad] = functional.shard_loader(loader, pad=pad)
         found = {}
         for name, sampler in samplers.items():
-            batches = sampler if isinstance(sampler, DataLoader) else DataLoader(data, sampler=sampler)
+            batches = (
+                sampler if isinstance(sampler, DataLoader) else DataLoader(data, sampler=sampler)
+            )
             for _ in range(2):  # the second epoch of a shuffled loader has another order
                 rows = rows_of(batches)
             found[name] = flat(functional.gather_rows(results(rows), sampler))
@@ -83,10 +93,17 @@ def test_rows_are_in_dataset_order(ranks, length):
 
 
 def test_any_item_of_a_list_is_gathered(ranks):
-    """A list has one item per row and a tuple one column per item. Items may be nested, and dicts with other keys."""
+    """A list has one item per row and a tuple one column per item.
+
+    Items may be nested, and dicts with other keys.
+    """
     items = {
         "missing on one rank": lambda row: "text" if row < 2 else None,
-        "by id": lambda row: {row: torch.ones(row, 4), (1, "a"): [], **({"more": None} if row else {})},
+        "by id": lambda row: {
+            row: torch.ones(row, 4),
+            (1, "a"): [],
+            **({"more": None} if row else {}),
+        },
         "nested": lambda row: [(row, {"a": [torch.ones(row, 2, dtype=torch.bool)]})] * row,
         "0-d tensor": lambda row: torch.tensor(row),
         "of a class": lambda row: Fraction(1, row + 1),
@@ -95,7 +112,10 @@ def test_any_item_of_a_list_is_gathered(ranks):
     def evaluate():
         loader = functional.shard_loader(DataLoader(range(4), 2), pad=False)
         rows = rows_of(loader)
-        found = {name: flat(functional.gather_rows([item(row) for row in rows], loader)) for name, item in items.items()}
+        found = {
+            name: flat(functional.gather_rows([item(row) for row in rows], loader))
+            for name, item in items.items()
+        }
         columns = functional.gather_rows(tuple(torch.tensor([row, row]) for row in rows), loader)
         return found, [part.shape for part in columns]
 
@@ -106,10 +126,15 @@ def test_any_item_of_a_list_is_gathered(ranks):
 
 
 def test_rows_of_unequal_width(ranks):
-    """Tensors of different widths on the ranks are refused, and the cure of the error works. There may be no rows."""
+    """Tensors of different widths on the ranks are refused, and the cure of the error works.
+
+    There may be no rows.
+    """
 
     def evaluate():
-        nothing = functional.gather_rows({"a": torch.empty(0, 3), "b": []}, functional.shard_loader(DataLoader([])))
+        nothing = functional.gather_rows(
+            {"a": torch.empty(0, 3), "b": []}, functional.shard_loader(DataLoader([]))
+        )
         assert (nothing["a"].shape, nothing["b"]) == ((0, 3), [])
         loader = functional.shard_loader(DataLoader(range(5), 2), pad=False)
         tensor = torch.cat(list(loader))[:, None].expand(-1, 3 + current_rank().global_rank)
@@ -127,7 +152,9 @@ def test_one_rank_gets_dataset_order():
     (rows,) = list(loader)
     items = [(torch.full((int(row),), 1.5, requires_grad=True) * 2, int(row)) for row in rows]
     found = functional.gather_rows(items, loader)
-    assert [(x.tolist(), row, x.requires_grad) for x, row in found] == [([3.0] * row, row, False) for row in range(5)]
+    assert [(x.tolist(), row, x.requires_grad) for x, row in found] == [
+        ([3.0] * row, row, False) for row in range(5)
+    ]
     assert functional.gather_rows(items, None) is items
     plain = DataLoader(range(5), 2)
     assert functional.gather_rows(torch.cat(list(plain)), plain).tolist() == [0, 1, 2, 3, 4]
@@ -142,9 +169,15 @@ ONE, TWO = torch.ones(1), torch.ones(2)
         (({"a": TWO}, {"b": TWO}), 'rank 0 has tree["a"], but rank 1 has tree["b"]'),
         (
             (TWO, TWO.double()),
-            "torch.float32 and shape (), but rank 1 has tree with rows of torch.float64 and shape ()",
+            (
+                "torch.float32 and shape (), but rank 1 has tree with rows of torch.float64 and "
+                "shape ()"
+            ),
         ),
-        (([ONE, TWO], TWO), "rank 0 has a list tree, but rank 1 has tree with rows of torch.float32"),
+        (
+            ([ONE, TWO], TWO),
+            "rank 0 has a list tree, but rank 1 has tree with rows of torch.float32",
+        ),
     ],
     ids=["places", "dtypes", "kinds"],
 )
@@ -189,10 +222,22 @@ def test_missing_rows_are_refused(ranks, lone_ranks):
 @pytest.mark.parametrize(
     ("tree", "error", "message"),
     [
-        ({"a": TWO}, GatherError, r'tree\["a"\] is a Tensor of 2 row\(s\), but the sampler gave this rank 3'),
+        (
+            {"a": TWO},
+            GatherError,
+            r'tree\["a"\] is a Tensor of 2 row\(s\), but the sampler gave this rank 3',
+        ),
         (torch.tensor(1.0), TypeError, "tree is a Tensor. .* with rows on dim 0"),
-        ([torch.ones(3), torch.ones(3)], GatherError, r"tree is a list of 2 row\(s\), but .* rank 3.*tuple or dict"),
-        ({"a": [torch.ones(2, 5), torch.ones(1, 5)]}, GatherError, "the outputs of batches concatenated"),
+        (
+            [torch.ones(3), torch.ones(3)],
+            GatherError,
+            r"tree is a list of 2 row\(s\), but .* rank 3.*tuple or dict",
+        ),
+        (
+            {"a": [torch.ones(2, 5), torch.ones(1, 5)]},
+            GatherError,
+            "the outputs of batches concatenated",
+        ),
         ({"a": None}, TypeError, r'tree\["a"\] is a NoneType'),
         (torch.eye(3).to_sparse(), TypeError, "tree is a Tensor. .* dense tensors"),
     ],
@@ -205,7 +250,10 @@ def test_other_values_are_refused(tree, error, message):
 
 @pytest.mark.parametrize(
     ("loader", "name"),
-    [(DataLoader(range(3), shuffle=True), "RandomSampler"), (DataLoader(range(3), batch_sampler=[[2], [0, 1]]), "list")],
+    [
+        (DataLoader(range(3), shuffle=True), "RandomSampler"),
+        (DataLoader(range(3), batch_sampler=[[2], [0, 1]]), "list"),
+    ],
     ids=["shuffled", "batches"],
 )
 def test_other_samplers_are_refused(loader, name):

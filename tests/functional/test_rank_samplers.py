@@ -17,7 +17,10 @@ from tests.helpers.ranks import on
 def test_unpadded_shares_are_complete(world_size, length):
     """The shares of all ranks are the rows in order, and their lengths differ by at most one."""
     platform = ranks(world_size)
-    shares = [functional.get_dataset_sampler(range(length), rank, platform, pad=False) for rank in range(world_size)]
+    shares = [
+        functional.get_dataset_sampler(range(length), rank, platform, pad=False)
+        for rank in range(world_size)
+    ]
     shares[0].set_epoch(3)  # exists for training loops, and changes nothing
     rows = [list(share) for share in shares]
     assert [row for share in rows for row in share] == list(range(length))
@@ -26,12 +29,20 @@ def test_unpadded_shares_are_complete(world_size, length):
 
 
 def test_ranks_know_their_share():
-    """Inside a rank, rank and platform are known, and a DataLoader reads the rank's share. Padded shares equal torch's."""
+    """Inside a rank, rank and platform are known, and a DataLoader reads the rank's share.
+
+    Padded shares equal torch's.
+    """
 
     def rows():
         data = TensorDataset(torch.arange(7))
-        loader = DataLoader(data, batch_size=2, sampler=functional.get_dataset_sampler(data, pad=False))
-        padded, torchs = functional.get_dataset_sampler(data), DistributedSampler(data, 3, current_rank().global_rank)
+        loader = DataLoader(
+            data, batch_size=2, sampler=functional.get_dataset_sampler(data, pad=False)
+        )
+        padded, torchs = (
+            functional.get_dataset_sampler(data),
+            DistributedSampler(data, 3, current_rank().global_rank),
+        )
         assert isinstance(padded, DistributedSampler)
         for each in (padded, torchs):
             each.set_epoch(2)

@@ -25,7 +25,9 @@ def reduce_of_rank(values, weights, options):
 
 @pytest.fixture
 def reduced(ranks):
-    """Return a function that reduces on two ranks: it gives the result of rank 0, which equals that of rank 1."""
+    """Return a function that reduces on two ranks: it gives the result of rank 0, which equals that
+    of rank 1.
+    """
 
     def reduce(values, weights=(1, 1), **options):
         one, other = ranks(reduce_of_rank, values, weights, options)
@@ -49,7 +51,10 @@ def test_means_are_weighted_by_rows(reduced):
 
 
 def test_sums_are_weighted_too(reduced):
-    """Sums of integers are int64 as in torch.sum, and exact. With a weight that is not an integer, they are float64."""
+    """Sums of integers are int64 as in torch.sum, and exact.
+
+    With a weight that is not an integer, they are float64.
+    """
     assert reduced([0.5, 2.0], [4, 1], op="sum") == 4.0
     assert reduced([1.0, 1.0], [0, 0], op="sum") == 0.0
     assert reduced([torch.tensor([7]), torch.tensor([2**60])], [1, 0], op="sum").tolist() == [7]
@@ -67,7 +72,10 @@ def test_tensors_keep_shape_and_dtype(reduced):
     tree += [torch.empty(0, 3), np.float32(1), torch.ones(10_000)]
     found = reduced([tree, tree], [1, 2])
     assert [each.dtype for each in found[:2]] == kinds
-    assert all(each.shape == (2, 3) and not each.requires_grad and bool((each == 1).all()) for each in found[:2])
+    assert all(
+        each.shape == (2, 3) and not each.requires_grad and bool((each == 1).all())
+        for each in found[:2]
+    )
     assert (found[2].shape, found[3], type(found[3])) == ((0, 3), 1.0, float)
     assert bool((found[4] == 1).all())
     assert reduced([{}, {}]) == {}
@@ -78,7 +86,9 @@ def test_weight_0_ignores_values(ranks, reduced):
     another weight, a NaN stays in its place.
     """
     assert reduced([0.25, NAN], [8, 0]) == 0.25
-    found = ranks(reduce_of_rank, [{"a": 1.0, "b": torch.tensor(2.0)}, {"b": 0, "a": 3.0}], [8, 0], {})
+    found = ranks(
+        reduce_of_rank, [{"a": 1.0, "b": torch.tensor(2.0)}, {"b": 0, "a": 3.0}], [8, 0], {}
+    )
     assert found == ({"a": 1.0, "b": 2.0},) * 2
     one, other, third = reduced([(1.0, NAN, math.inf), (3.0, 1.0, 1.0)])
     assert (one, math.isnan(other), third) == (2.0, True, math.inf)
@@ -88,7 +98,10 @@ def test_weight_0_ignores_values(ranks, reduced):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([{"loss": 1.0}, {"acc": 1.0}], r'rank 0 has .*values\["loss"\] \(\), but rank 1 has .*values\["acc"\] \(\)'),
+        (
+            [{"loss": 1.0}, {"acc": 1.0}],
+            r'rank 0 has .*values\["loss"\] \(\), but rank 1 has .*values\["acc"\] \(\)',
+        ),
         ([1.0, torch.ones(2000)], r"rank 0 has .*values \(\), but rank 1 has .*values \(2000,\)"),
         ([[1.0], [1.0, 2.0]], r"but rank 1 has .*values\[1\]"),
     ],
@@ -102,14 +115,18 @@ def test_trees_that_differ_are_refused(reduced, values, message):
 
 
 def test_ranks_must_agree(ranks, lone_ranks, reduced):
-    """Ranks with another `op`, only weights of 0, and no process group are refused on every rank."""
+    """Ranks with another `op`, only weights of 0, and no process group are
+    refused on every rank.
+    """
 
     def use_another_op():
         with pytest.raises(ValueError, match=r"rank 0 has op='mean', .* rank 1 has op='sum'"):
             functional.reduce_metrics(1.0, op=("mean", "sum")[current_rank().global_rank])
 
     def use_no_group():
-        with pytest.raises(PlatformError, match=r"reduce_metrics.* 2 ranks.*Leave ipc_groups out of Platform"):
+        with pytest.raises(
+            PlatformError, match=r"reduce_metrics.* 2 ranks.*Leave ipc_groups out of Platform"
+        ):
             functional.reduce_metrics(1.0)
 
     ranks(use_another_op)

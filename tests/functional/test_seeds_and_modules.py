@@ -1,4 +1,6 @@
-"""`seed_generators`, `optimiser_to`, `has_batch_norm`, `to`, `unwrap`, `device`, and `set_default_device`."""
+"""`seed_generators`, `optimiser_to`, `has_batch_norm`, `to`, `unwrap`, `device`, and
+`set_default_device`.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +64,21 @@ def test_step_counters_move_by_group():
     optimiser.step()
     optimiser.param_groups[1]["fused"] = True
     functional.optimiser_to(optimiser, "meta")
-    assert [optimiser.state[layer.weight]["step"].device.type for layer in layers] == ["cpu", "meta"]
+    assert [optimiser.state[layer.weight]["step"].device.type for layer in layers] == [
+        "cpu",
+        "meta",
+    ]
 
 
 def test_has_batch_norm():
     """Every kind is found at any depth; other normalizations do not count."""
     for layer in (nn.BatchNorm2d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm1d()):
-        assert functional.has_batch_norm(nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2), layer)))
-    others = nn.Sequential(nn.Linear(1, 1), nn.LayerNorm(1), nn.GroupNorm(1, 1), nn.InstanceNorm2d(1))
+        assert functional.has_batch_norm(
+            nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2), layer))
+        )
+    others = nn.Sequential(
+        nn.Linear(1, 1), nn.LayerNorm(1), nn.GroupNorm(1, 1), nn.InstanceNorm2d(1)
+    )
     assert not functional.has_batch_norm(others)
 
 
@@ -78,11 +87,17 @@ def test_to_wraps_in_ddp(ranks):
 
     def wrap():
         module = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
-        model = functional.to(module, find_unused_parameters=True, gradient_as_bucket_view=True, device_ids=None)
+        model = functional.to(
+            module, find_unused_parameters=True, gradient_as_bucket_view=True, device_ids=None
+        )
         assert type(model) is nn.parallel.DistributedDataParallel
         assert model.module is module
         assert type(module[1]) is nn.BatchNorm1d
-        assert (model.find_unused_parameters, model.gradient_as_bucket_view, model.device_ids) == (True, True, None)
+        assert (model.find_unused_parameters, model.gradient_as_bucket_view, model.device_ids) == (
+            True,
+            True,
+            None,
+        )
 
     ranks(wrap)
 
@@ -94,7 +109,12 @@ def test_to_returns_other_modules(ranks, lone_ranks):
         module = nn.Linear(2, 2).requires_grad_(requires_grad)
         return functional.to(module, **options) is module
 
-    kept = [ranks(is_kept, sync_modules=False), ranks(is_kept, False), lone_ranks(is_kept), on(1, is_kept)]
+    kept = [
+        ranks(is_kept, sync_modules=False),
+        ranks(is_kept, False),
+        lone_ranks(is_kept),
+        on(1, is_kept),
+    ]
     assert kept == [(True, True)] * 3 + [(True,)]
 
 
@@ -111,14 +131,24 @@ def test_to_takes_names_of_devices(device, monkeypatch):
 
 
 def test_unwrap_removes_wrappers(ranks):
-    """Wrappers of `to`, torch.compile, and torch's parallel modules are removed in any order. Other modules stay."""
+    """Wrappers of `to`, torch.compile, and torch's parallel modules are removed in any order.
+
+    Other modules stay.
+    """
 
     def unwrap():
         module = nn.Linear(2, 2)
         compiled = functional.to(torch.compile(module, backend="eager"))
         around = torch.compile(functional.to(module), backend="eager")
-        wrapped = [functional.to(module), functional.to(module, sync_modules=False), compiled, around]
-        assert all(functional.unwrap(each) is module for each in (*wrapped, nn.DataParallel(around)))
+        wrapped = [
+            functional.to(module),
+            functional.to(module, sync_modules=False),
+            compiled,
+            around,
+        ]
+        assert all(
+            functional.unwrap(each) is module for each in (*wrapped, nn.DataParallel(around))
+        )
         own = nn.Sequential()
         own.module = module
         assert functional.unwrap(own) is own
@@ -133,7 +163,11 @@ def test_device_of_a_module(ranks):
     """
     buffers = nn.ReLU()
     buffers.register_buffer("mean", torch.zeros(1, device="meta"))
-    for module, kind in ((nn.Linear(1, 1, device="meta"), "meta"), (buffers, "meta"), (nn.ReLU(), "cpu")):
+    for module, kind in (
+        (nn.Linear(1, 1, device="meta"), "meta"),
+        (buffers, "meta"),
+        (nn.ReLU(), "cpu"),
+    ):
         assert functional.device(module).type == kind
     assert functional.device(nn.Sequential(buffers, nn.Linear(1, 1))).type == "cpu"
     assert ranks(lambda: functional.device(nn.ReLU()) == current_rank().device) == (True, True)

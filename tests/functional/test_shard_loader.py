@@ -1,4 +1,6 @@
-"""`shard_loader`: every rank reads its share of a loader's rows, and each iteration is the next epoch."""
+"""`shard_loader`: every rank reads its share of a loader's rows, and each iteration is the next
+epoch.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from tests.helpers.ranks import on
 
 
 def rows_of(loader, epochs=1):
-    return [[int(row) for batch in loader for row in torch.as_tensor(batch).flatten()] for _ in range(epochs)]
+    return [
+        [int(row) for batch in loader for row in torch.as_tensor(batch).flatten()]
+        for _ in range(epochs)
+    ]
 
 
 def order_of_torch(length, rank, epoch, **options):
@@ -38,7 +43,10 @@ def order_of_torch(length, rank, epoch, **options):
     [(0, False), (1, True), (7, False), (12, True)],  # older torch cannot shuffle zero rows
 )
 def test_shares_have_each_row(ranks, length, shuffle):
-    """Without padding, once. With padding, ranks get equally many. With drop_last, full batches, and no row twice."""
+    """Without padding, once.
+
+    With padding, ranks get equally many. With drop_last, full batches, and no row twice.
+    """
 
     def read(pad, drop_last):
         loader = DataLoader(range(length), batch_size=2, shuffle=shuffle, drop_last=drop_last)
@@ -62,7 +70,10 @@ def test_shares_have_each_row(ranks, length, shuffle):
         assert len(one) == len(other)
         assert len(one) % 2 == 0
     if length:  # each iteration is the next epoch of DistributedSampler
-        expected = [[order_of_torch(length, rank, epoch, shuffle=shuffle) for epoch in range(3)] for rank in range(2)]
+        expected = [
+            [order_of_torch(length, rank, epoch, shuffle=shuffle) for epoch in range(3)]
+            for rank in range(2)
+        ]
         assert [*padded] == expected
 
 
@@ -71,7 +82,9 @@ def test_one_rank_reads_every_row(shuffle):
     """One rank reads every row, also outside a launch. A shuffled loader has a new order in each
     epoch, and `set_epoch` resumes it.
     """
-    loader = functional.shard_loader(DataLoader(range(9), batch_size=2, shuffle=shuffle), pad=shuffle)
+    loader = functional.shard_loader(
+        DataLoader(range(9), batch_size=2, shuffle=shuffle), pad=shuffle
+    )
     epochs = rows_of(loader, epochs=3)
     assert all(sorted(rows) == list(range(9)) for rows in epochs)
     assert len({str(rows) for rows in epochs}) == (3 if shuffle else 1)
@@ -87,10 +100,14 @@ def generator(seed):
 
 
 def test_ranks_agree_on_a_shuffle(ranks, lone_ranks):
-    """They split the order of rank 0's generator, although their generators differ; without a group, there must be none."""
+    """They split the order of rank 0's generator, although their generators differ; without a
+    group, there must be none.
+    """
 
     def shard():
-        loader = DataLoader(range(8), shuffle=True, generator=generator(7 + current_rank().global_rank))
+        loader = DataLoader(
+            range(8), shuffle=True, generator=generator(7 + current_rank().global_rank)
+        )
         return rows_of(functional.shard_loader(loader), epochs=2)
 
     epochs = list(zip(*ranks(shard), strict=True))
@@ -106,19 +123,33 @@ def test_ranks_agree_on_a_shuffle(ranks, lone_ranks):
     assert sorted(one + other) == [0, 1, 2, 3]
 
 
-OPTIONS = {"num_workers": 1, "prefetch_factor": 3, "persistent_workers": True, "multiprocessing_context": "spawn"}
+OPTIONS = {
+    "num_workers": 1,
+    "prefetch_factor": 3,
+    "persistent_workers": True,
+    "multiprocessing_context": "spawn",
+}
 OPTIONS |= {"worker_init_fn": print, "timeout": 5.0, "in_order": False, "collate_fn": torch.tensor}
-OPTIONS |= {"batch_size": 3, "drop_last": True, "pin_memory": True, "pin_memory_device": "cpu", "generator": generator(4)}
+OPTIONS |= {
+    "batch_size": 3,
+    "drop_last": True,
+    "pin_memory": True,
+    "pin_memory_device": "cpu",
+    "generator": generator(4),
+}
 
 
 def test_every_option_is_kept():
     known = inspect.signature(DataLoader).parameters
     given = {name: value for name, value in OPTIONS.items() if name in known}
-    assert known.keys() - given.keys() == {"dataset", "shuffle", "sampler", "batch_sampler"}, "torch has a new argument"
+    assert known.keys() - given.keys() == {"dataset", "shuffle", "sampler", "batch_sampler"}, (
+        "torch has a new argument"
+    )
     loader = DataLoader(range(12), **given)
     sharded = functional.shard_loader(loader)
     assert isinstance(sharded, DataLoader)
-    for name in ("dataset", *given.keys() - {"generator"}):  # each rank's workers draw other numbers
+    # Each rank's workers draw other numbers
+    for name in ("dataset", *given.keys() - {"generator"}):
         assert getattr(sharded, name) is getattr(loader, name), name
 
 
@@ -141,7 +172,10 @@ class Halved(Registered, name="halved"):
 
 
 def test_subclass_is_kept():
-    """Whatever its constructor takes, it keeps its type, batch size, iteration, and attributes. So does a copy."""
+    """Whatever its constructor takes, it keeps its type, batch size, iteration, and attributes.
+
+    So does a copy.
+    """
     halved = Halved(range(4))
     halved.title = ["a"]
     loader = functional.shard_loader(halved)
@@ -158,17 +192,28 @@ class Stream(IterableDataset):
 
 
 REFUSED = {
-    "stream": (DataLoader(Stream()), TypeError, r"Stream is a stream.*islice\(rows, current_rank\(\)"),
+    "stream": (
+        DataLoader(Stream()),
+        TypeError,
+        r"Stream is a stream.*islice\(rows, current_rank\(\)",
+    ),
     "sharded by torch": (
         DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 0)),
         TypeError,
         "has a DistributedSampler. If that is already sharded, use the loader as it is",
     ),
-    "sharded twice": (functional.shard_loader(DataLoader(range(4))), TypeError, "has a RankSampler"),
+    "sharded twice": (
+        functional.shard_loader(DataLoader(range(4))),
+        TypeError,
+        "has a RankSampler",
+    ),
     "weighted": (
         DataLoader(range(4), sampler=WeightedRandomSampler([1.0] * 4, 4)),
         TypeError,
-        r"this one has a WeightedRandomSampler. .* sampler, or batch sampler, that yields the share of",
+        (
+            r"this one has a WeightedRandomSampler. .* sampler, or batch sampler, that yields the "
+            r"share of"
+        ),
     ),
     "replacement": (
         DataLoader(range(4), sampler=RandomSampler(range(4), replacement=True)),
@@ -176,13 +221,20 @@ REFUSED = {
         "this one has a RandomSampler",
     ),
     "no loader": ([1, 2], TypeError, "takes a torch.utils.data.DataLoader, not a list"),
-    "no padding": (DataLoader(range(4), 3, drop_last=True), ValueError, "Use drop_last=False or pad=True"),
+    "no padding": (
+        DataLoader(range(4), 3, drop_last=True),
+        ValueError,
+        "Use drop_last=False or pad=True",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_loaders_are_refused(name):
-    """The error names the value and what to do, also with one rank. `pad=False` drops no row, unlike `drop_last`."""
+    """The error names the value and what to do, also with one rank.
+
+    `pad=False` drops no row, unlike `drop_last`.
+    """
     loader, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         functional.shard_loader(loader, pad=False)
@@ -252,11 +304,16 @@ WORKERS = [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True
 @pytest.mark.parametrize("options", WORKERS, ids=["main process", "worker", "persistent worker"])
 @pytest.mark.parametrize("kind", [Keeping, KeepingBatches, Inner])
 def test_kept_batches_are_refused(kind, options):
-    """They would be those of all ranks. Each epoch is refused, also if the program has read the sampler itself."""
+    """They would be those of all ranks.
+
+    Each epoch is refused, also if the program has read the sampler itself.
+    """
     loader = functional.shard_loader(kind(range(6), batch_size=2, **options))
     list(loader.sampler)
     for _ in range(2):
-        with pytest.raises(TypeError, match=f"^{kind.__name__} yields batches that it keeps.*Make them in __iter__"):
+        with pytest.raises(
+            TypeError, match=f"^{kind.__name__} yields batches that it keeps.*Make them in __iter__"
+        ):
             list(loader)
 
 
@@ -291,7 +348,9 @@ KINDS = {
 
 
 def epochs_of(first):
-    """Return by kind the numbers that a loader draws in the epochs from `first` to 2, and those of the loop."""
+    """Return by kind the numbers that a loader draws in the epochs from `first` to 2, and those of
+    the loop.
+    """
     found = {}
     for kind, options in KINDS.items():
         functional.seed_generators(3)
@@ -309,7 +368,10 @@ def epochs_of(first):
 
 
 def test_numbers_never_repeat():
-    """No number occurs twice in two ranks, their workers, and three epochs. The loop has the same numbers on all ranks."""
+    """No number occurs twice in two ranks, their workers, and three epochs.
+
+    The loop has the same numbers on all ranks.
+    """
     whole, last = on(2, epochs_of, 0), on(2, epochs_of, 2)
     for kind in KINDS:
         drawn = [number for rank in whole for epoch in rank[kind][0] for number in epoch]
@@ -327,6 +389,8 @@ def test_loops_keep_their_numbers():
     expected = [torch.rand(()).item() for _ in range(4)]
     torch.manual_seed(1)
     inner.sampler.set_epoch(5)
-    rows = [float(row[1]) for one, other in zip(outer, inner, strict=True) for row in (*one, *other)]
+    rows = [
+        float(row[1]) for one, other in zip(outer, inner, strict=True) for row in (*one, *other)
+    ]
     assert len(set(rows)) == 16
     assert [torch.rand(()).item() for _ in range(4)] == expected

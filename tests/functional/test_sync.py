@@ -72,7 +72,10 @@ def test_ranks_that_are_apart_agree(ranks, kind, steps):
 
 
 def test_state_keeps_its_place(ranks):
-    """Parameters, and state that this rank has already, are written in place. Counters stay on the CPU."""
+    """Parameters, and state that this rank has already, are written in place.
+
+    Counters stay on the CPU.
+    """
 
     def train():
         model = nn.Linear(4, 1)
@@ -81,7 +84,12 @@ def test_state_keeps_its_place(ranks):
         parameter, average = model.weight, optimizer.state[model.weight]["exp_avg"]
         functional.sync(model, optimizer, src=1)
         state = optimizer.state[model.weight]
-        return model.weight is parameter, state["exp_avg"] is average, str(state["step"].device), average
+        return (
+            model.weight is parameter,
+            state["exp_avg"] is average,
+            str(state["step"].device),
+            average,
+        )
 
     one, other = ranks(train)
     assert one[:3] == other[:3] == (True, True, "cpu")
@@ -89,18 +97,29 @@ def test_state_keeps_its_place(ranks):
 
 
 def test_options_of_groups(ranks):
-    """The learning rate of each group is that of the source, also as a tensor. An option of other ranks only goes."""
+    """The learning rate of each group is that of the source, also as a tensor.
+
+    An option of other ranks only goes.
+    """
 
     def train():
         model = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 1))
-        groups = [{"params": each.parameters(), "lr": 1.0 + my_rank() + number} for number, each in enumerate(model)]
+        groups = [
+            {"params": each.parameters(), "lr": 1.0 + my_rank() + number}
+            for number, each in enumerate(model)
+        ]
         optimizer = torch.optim.SGD(groups)
         optimizer.param_groups[1]["lr"] = rate = torch.tensor(5.0 + my_rank())
         if my_rank() == 0:
             optimizer.param_groups[0]["initial_lr"] = 3.0
         functional.sync(model, optimizer, src=1)
         options = optimizer.param_groups[0]
-        return options["lr"], "initial_lr" in options, optimizer.param_groups[1]["lr"].item(), rate.item()
+        return (
+            options["lr"],
+            "initial_lr" in options,
+            optimizer.param_groups[1]["lr"].item(),
+            rate.item(),
+        )
 
     assert ranks(train) == ((2.0, False, 6.0, 6.0),) * 2
 
@@ -116,9 +135,18 @@ class Odd(nn.Module):
         self.empty = nn.Parameter(torch.randn(0, 3))
         self.transposed = nn.Parameter(torch.randn(3, 5).t())
         self.tied = self.scalar
-        dtypes = [torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn]
+        dtypes = [
+            torch.bfloat16,
+            torch.float16,
+            torch.float64,
+            torch.complex64,
+            torch.complex128,
+            torch.float8_e4m3fn,
+        ]
         for number, dtype in enumerate(dtypes):
-            self.register_buffer(f"b{number}", torch.randn(2, 3).to(dtype), persistent=number % 2 == 0)
+            self.register_buffer(
+                f"b{number}", torch.randn(2, 3).to(dtype), persistent=number % 2 == 0
+            )
         self.register_buffer("mask", torch.rand(7) > 0.5)
         self.register_buffer("count", torch.randint(1 << 40, ()))
         self.register_buffer("conjugated", torch.randn(3, dtype=torch.complex64).conj())
@@ -130,7 +158,9 @@ class Odd(nn.Module):
 
 
 def test_every_kind_of_tensor(ranks):
-    """0-d, empty, transposed, frozen, and tied parameters; buffers of every dtype, not persistent, and expanded."""
+    """0-d, empty, transposed, frozen, and tied parameters; buffers of every dtype, not persistent,
+    and expanded.
+    """
 
     def run(src):
         model = Odd(my_rank())
@@ -184,17 +214,28 @@ def test_wrapped_models(ranks):
 
 
 def test_gradients_are_dropped(ranks):
-    """They may be those of half a step. Several optimizers, and parameters that only they have, are copied too."""
+    """They may be those of half a step.
+
+    Several optimizers, and parameters that only they have, are copied too.
+    """
 
     def train():
         model, temperature = nn.Linear(4, 1), nn.Parameter(torch.tensor(float(my_rank())))
-        one, other = torch.optim.SGD(model.parameters(), lr=1.0 + my_rank()), torch.optim.Adam([temperature])
+        one, other = (
+            torch.optim.SGD(model.parameters(), lr=1.0 + my_rank()),
+            torch.optim.Adam([temperature]),
+        )
         (model(torch.ones(1, 4)).sum() * temperature).backward()
         if my_rank() == 1:
             other.step()
         functional.sync(model, [one, other], src=1)
         gradients = [each.grad for each in (*model.parameters(), temperature)]
-        return gradients, temperature.item(), one.param_groups[0]["lr"], other.state[temperature]["step"].item()
+        return (
+            gradients,
+            temperature.item(),
+            one.param_groups[0]["lr"],
+            other.state[temperature]["step"].item(),
+        )
 
     one, other = ranks(train)
     assert one == other
@@ -269,17 +310,29 @@ def build(how):
 @pytest.mark.parametrize(
     ("how", "error", "text"),
     [
-        ("shape", GatherError, r"rank 0 has 1\.weight: torch\.float32 \(1, 3\) on cpu; but rank 1 has .* \(2, 3\)"),
+        (
+            "shape",
+            GatherError,
+            r"rank 0 has 1\.weight: torch\.float32 \(1, 3\) on cpu; but rank 1 has .* \(2, 3\)",
+        ),
         ("dtype", GatherError, r"but rank 1 has 1\.weight: torch\.float16"),
         ("more", GatherError, r"rank 0 has .*; but rank 1 has 2\.weight"),
         ("tied", GatherError, r"rank 1 has 1\.weight: .*, the same tensor as 0\.weight"),
         ("src", GatherError, r"rank 0 has src=0, but rank 1 has src=1"),
-        ("sparse", TypeError, r"in rank 0, adjacency is a Tensor .* torch\.sparse_coo.*Load a checkpoint"),
+        (
+            "sparse",
+            TypeError,
+            r"in rank 0, adjacency is a Tensor .* torch\.sparse_coo.*Load a checkpoint",
+        ),
         ("meta", TypeError, r"in rank 1, 1\.weight is a Parameter on meta"),
         ("lazy", TypeError, r"2\.weight has no shape yet\. Run the model once in all ranks"),
         ("parts", TypeError, r"two is a TwoTensor on cpu .*Load a checkpoint"),
         ("quantized", TypeError, r"q is a Tensor .* torch\.qint8"),
-        ("kind", GatherError, r"rank 0 has optimizer 0: Adam with .*; but rank 1 has optimizer 0: SGD"),
+        (
+            "kind",
+            GatherError,
+            r"rank 0 has optimizer 0: Adam with .*; but rank 1 has optimizer 0: SGD",
+        ),
         ("groups", GatherError, r"rank 0 has optimizer 0|rank 1 has parameter 2 of optimizer 0"),
         ("lock", TypeError, r"in rank 0, the optimizer's state cannot be sent: .*lock"),
     ],
@@ -300,14 +353,18 @@ def test_ranks_that_differ_are_refused(ranks, how, error, text):
 
 
 def test_sharded_models_are_refused(ranks):
-    """Each rank has other values by design: those of fully_shard, FullyShardedDataParallel, and ZeroRedundancyOptimizer."""
+    """Each rank has other values by design: those of fully_shard, FullyShardedDataParallel, and
+    ZeroRedundancyOptimizer.
+    """
 
     def refuse():
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        with pytest.raises(TypeError, match=r"weight is a DTensor, a shard .*Load a checkpoint in all ranks"):
+        with pytest.raises(
+            TypeError, match=r"weight is a DTensor, a shard .*Load a checkpoint in all ranks"
+        ):
             functional.sync(fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,))))
         flat = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
         with pytest.raises(TypeError, match="model is sharded by FullyShardedDataParallel"):
@@ -352,7 +409,9 @@ def test_without_other_ranks():
         model(torch.ones(1, 1)).sum().backward()
         before = model.weight.item()
         functional.sync(model, optimizer)
-        return model.weight.item() == before and model.weight.grad is not None and not optimizer.state
+        return (
+            model.weight.item() == before and model.weight.grad is not None and not optimizer.state
+        )
 
     inline = wrapper(Platform(device="cpu", n_cpus=2))(keep).inline()
     assert (*on(1, keep), *inline, keep()) == (True,) * 3

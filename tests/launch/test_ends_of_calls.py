@@ -31,7 +31,9 @@ def test_waiting_for_a_returned_rank(monkeypatch):
         for text in "return_early is deadlocked: rank(s) 0 have returned", "rank 1:", "in all_sum":
             assert text in str(caught.value)
         assert opened(all_sum) == (2.0, 2.0)
-        with pytest.raises(LaunchError, match="all_sum is deadlocked: the ranks that were called wait"):
+        with pytest.raises(
+            LaunchError, match="all_sum is deadlocked: the ranks that were called wait"
+        ):
             opened[0](all_sum)
         assert opened(all_sum) == (2.0, 2.0)
 
@@ -49,10 +51,15 @@ def die(how):
 
 @pytest.mark.parametrize(
     ("how", "number", "code", "text"),
-    [("sigkill", signal.SIGKILL, None, "was killed by SIGKILL"), ("exit", None, 3, "called sys.exit(3)")],
+    [
+        ("sigkill", signal.SIGKILL, None, "was killed by SIGKILL"),
+        ("exit", None, 3, "called sys.exit(3)"),
+    ],
 )
 def test_a_death_ends_all_ranks(how, number, code, text):
-    """The call and all that wait raise RankDiedError, no rank survives, and later calls name the first death."""
+    """The call and all that wait raise RankDiedError, no rank survives, and later calls name the
+    first death.
+    """
     opened = ranks(grace_s=1).open()
     pids = opened(os.getpid)
     launches = opened.submit(die, how), opened.submit(all_sum)
@@ -81,7 +88,9 @@ def test_a_death_between_two_calls():
         os.kill(pids[0], signal.SIGKILL)
         assert_gone(pids)
         eventually(lambda: opened.state == "ended", "the end of the ranks")
-        with pytest.raises(RankDiedError, match=r"cannot call all_sum.* rank 0 .*was killed by SIGKILL") as caught:
+        with pytest.raises(
+            RankDiedError, match=r"cannot call all_sum.* rank 0 .*was killed by SIGKILL"
+        ) as caught:
             opened(all_sum)
         assert (caught.value.rank, caught.value.signal) == (0, signal.SIGKILL)
 
@@ -89,9 +98,14 @@ def test_a_death_between_two_calls():
 # -- time limits
 
 
-@pytest.mark.parametrize(("field", "limit"), [("timeout_min", SILENT_S / 60), ("hang_timeout_s", SILENT_S)])
+@pytest.mark.parametrize(
+    ("field", "limit"), [("timeout_min", SILENT_S / 60), ("hang_timeout_s", SILENT_S)]
+)
 def test_a_time_limit_counts_per_call(field, limit):
-    """Neither earlier calls nor the time between calls count. A call that exceeds the limit ends the ranks."""
+    """Neither earlier calls nor the time between calls count.
+
+    A call that exceeds the limit ends the ranks.
+    """
     with ranks(grace_s=0.5, **{field: limit}).open() as opened:
         pids = opened(os.getpid)
         begun = time.monotonic()
@@ -143,7 +157,10 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
-    """A script that got Ctrl-C in three worlds. Per case, its output, its ranks, and the number of interrupts."""
+    """A script that got Ctrl-C in three worlds.
+
+    Per case, its output, its ranks, and the number of interrupts.
+    """
     root, pids = tmp_path_factory.mktemp("interrupted"), {}
     cases = ["answers", "ignores", "ignores once"]
     for how in cases:
@@ -156,13 +173,17 @@ def interrupted(tmp_path_factory):
                 continue
             os.kill(parent.pid, signal.SIGINT)
             if how == "ignores":
-                eventually(lambda: len([*(root / "ignores").glob("*.interrupted")]) == 2, "KeyboardInterrupt in both ranks")
+                eventually(
+                    lambda: len([*(root / "ignores").glob("*.interrupted")]) == 2,
+                    "KeyboardInterrupt in both ranks",
+                )
                 os.kill(parent.pid, signal.SIGINT)
         output, _ = parent.communicate(timeout=PATIENCE_S)
     assert parent.returncode == 0
     _, *outputs = output.split("interrupted\n")
     return {
-        how: (text, pids[how], len([*(root / how).glob("*.interrupted")])) for how, text in zip(cases, outputs, strict=True)
+        how: (text, pids[how], len([*(root / how).glob("*.interrupted")]))
+        for how, text in zip(cases, outputs, strict=True)
     }
 
 
@@ -173,14 +194,19 @@ def test_ranks_that_answer_ctrl_c(interrupted):
     """
     output, pids, interrupts = interrupted["answers"]
     note, _, answer = output.partition("\n")
-    assert note.startswith("The ranks may be one step apart now. Call functional.sync(model, optimizer) in all ranks")
+    assert note.startswith(
+        "The ranks may be one step apart now. Call functional.sync(model, optimizer) in all ranks"
+    )
     assert (answer, interrupts) == ("RankResults(None, None) True\n", 2)
     assert_gone(pids)
 
 
 @pytest.mark.parametrize("how", ["ignores", "ignores once"])
 def test_ranks_that_ignore_ctrl_c(how, interrupted):
-    """A second Ctrl-C ends them, and so does the end of ``grace_s`` after the first. The next call says so."""
+    """A second Ctrl-C ends them, and so does the end of ``grace_s`` after the first.
+
+    The next call says so.
+    """
     output, pids, _ = interrupted[how]
     assert output.startswith("these ranks have ended, and cannot call barrier")
     assert how == "ignores" or "did not stop within grace_s=0.5" in output

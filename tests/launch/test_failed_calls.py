@@ -1,4 +1,6 @@
-"""Failed calls of ranks that stay: the error arrives, and the ranks answer the next call with working process groups."""
+"""Failed calls of ranks that stay: the error arrives, and the ranks answer the next call with
+working process groups.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,15 @@ def shared_world():
 
 @pytest.fixture
 def world(shared_world):
-    """Two ranks, shared unless a failing test has ended them. They answer after the test, from the same processes."""
-    with ranks(seed=0).open() if shared_world.state == "ended" else nullcontext(shared_world) as opened:
+    """Two ranks, shared unless a failing test has ended them.
+
+    They answer after the test, from the same processes.
+    """
+    with (
+        ranks(seed=0).open()
+        if shared_world.state == "ended"
+        else nullcontext(shared_world) as opened
+    ):
         opened(keep_group)
         before = opened(os.getpid)
         yield opened
@@ -78,13 +87,20 @@ def fail_beside(failing, how):
     block(how)
 
 
-@pytest.mark.parametrize(("how", "failing"), [("all_reduce", 0), ("recv", 1), ("event", 0), ("exit", 0), ("compute", 1)])
+@pytest.mark.parametrize(
+    ("how", "failing"), [("all_reduce", 0), ("recv", 1), ("event", 0), ("exit", 0), ("compute", 1)]
+)
 def test_an_error_beside_a_blocked_rank(world, how, failing):
-    """The exception has a note with its rank and traceback. The process groups are new after a broken collective."""
+    """The exception has a note with its rank and traceback.
+
+    The process groups are new after a broken collective.
+    """
     with pytest.raises(KeyError) as caught:
         world(fail_beside, failing, how)
     assert caught.value.args == ("weight", 7)
-    assert f"raised in rank {failing} of 2 (node 0, {os.uname().nodename})" in notes_of(caught.value)
+    assert f"raised in rank {failing} of 2 (node 0, {os.uname().nodename})" in notes_of(
+        caught.value
+    )
     assert 'raise KeyError("weight", 7)  # the user\'s line' in notes_of(caught.value)
     assert world(all_sum) == (2.0, 2.0)
     if how != "recv":  # the rank may not have waited yet
@@ -132,7 +148,10 @@ def train():
 
 
 def test_a_model_after_a_failed_call(world):
-    """A model stays usable if no rank was blocked. One of old process groups raises an error that says what to do."""
+    """A model stays usable if no rank was blocked.
+
+    One of old process groups raises an error that says what to do.
+    """
 
     def fail_everywhere():
         dist.barrier()
@@ -153,9 +172,15 @@ def test_a_model_after_a_failed_call(world):
         world(fail_beside, 0, "all_reduce")
     with pytest.raises(LaunchError) as caught:
         world(train)
-    assert str(caught.value).startswith("the process groups of these ranks were made again after a failed call")
-    assert "Connection" not in "".join(traceback.format_exception(caught.value)).partition("\nraised in rank")[0]
-    assert "Connection closed by peer" in notes_of(caught.value)  # the error of the connection is below
+    assert str(caught.value).startswith(
+        "the process groups of these ranks were made again after a failed call"
+    )
+    assert (
+        "Connection"
+        not in "".join(traceback.format_exception(caught.value)).partition("\nraised in rank")[0]
+    )
+    # The error of the connection is below
+    assert "Connection closed by peer" in notes_of(caught.value)
     world(wrap_again)
     assert world(train) == before == ([[3.0] * 4],) * 2
 
@@ -197,7 +222,10 @@ def test_the_first_error_after_a_step_names_the_cure(how):
 
 
 def test_errors_that_keep_the_ranks_in_step():
-    """A call of one rank has no note, and neither has one whose arguments do not arrive. A cancelled call has one."""
+    """A call of one rank has no note, and neither has one whose arguments do not arrive.
+
+    A cancelled call has one.
+    """
 
     def fail():
         raise KeyError("weight")
@@ -245,10 +273,13 @@ def test_a_rank_that_does_not_stop():
     """All ranks end. The first error has a note, and later calls say why the ranks have ended."""
     with ranks(grace_s=0.5).open() as opened:
         pids = opened(os.getpid)
-        opened(keep_group)  # imports this module, so that the next call is interrupted in the function
+        # Imports this module, so that the next call is interrupted in the function
+        opened(keep_group)
         with pytest.raises(KeyError) as caught:
             opened(fail_beside, 0, "ignore")
-        assert "the ranks were ended: rank(s) 1 did not stop within grace_s=0.5" in notes_of(caught.value)
+        assert "the ranks were ended: rank(s) 1 did not stop within grace_s=0.5" in notes_of(
+            caught.value
+        )
         assert_gone(pids)
         with pytest.raises(LaunchError, match=r"cannot call all_sum.*rank\(s\) 1 did not stop"):
             opened(all_sum)
@@ -278,5 +309,7 @@ def test_preemption_of_ranks_that_stay(world):
     launch = world.submit(lambda: current_rank().should_checkpoint())
     launch.preempt()
     assert launch.results(PATIENCE_S) == (False, False)
-    with pytest.raises(LaunchError, match=r"requeue\(\) was called in ranks that stay, which cannot restart"):
+    with pytest.raises(
+        LaunchError, match=r"requeue\(\) was called in ranks that stay, which cannot restart"
+    ):
         world(lambda: current_rank().requeue())

@@ -51,15 +51,25 @@ def died(at=1.0, number=None):
     ],
 )
 def test_earliest_cause_is_raised(outcomes, rank):
-    """Echoes of a failure come after it. Ties go to the lowest rank. An echo of a requeue is not a failure."""
+    """Echoes of a failure come after it.
+
+    Ties go to the lowest rank. An echo of a requeue is not a failure.
+    """
     assert first_failure(outcomes) == rank
 
 
 def test_other_failures_are_noted():
-    outcomes = {4: died(4, number=signal.SIGABRT), 3: raised(KeyError("k"), 3), 0: raised(ValueError("v")), 2: Ended(2)}
+    outcomes = {
+        4: died(4, number=signal.SIGABRT),
+        3: raised(KeyError("k"), 3),
+        0: raised(ValueError("v")),
+        2: Ended(2),
+    }
     (_, note) = error_of(0, outcomes, 5, PLACE).__notes__
     assert note == "other failed ranks: rank 3 raised KeyError: 'k'; rank 4 was killed by SIGABRT"
-    (_, note) = error_of(0, {rank: raised(ValueError(), rank) for rank in range(20)}, 20, PLACE).__notes__
+    (_, note) = error_of(
+        0, {rank: raised(ValueError(), rank) for rank in range(20)}, 20, PLACE
+    ).__notes__
     assert note.count("raised") == 8
     assert note.endswith("; and 11 more")
 
@@ -82,7 +92,9 @@ def test_ranks_that_stopped_at_different_points(outcomes, is_uneven):
 
 
 def test_a_lost_connection_is_below():
-    """If a rank had returned, the error says so, and neither its text nor a cause shows gloo's error first."""
+    """If a rank had returned, the error says so, and neither its text nor a cause shows gloo's
+    error first.
+    """
     error = error_of(1, {0: Returned(1, b""), 1: raised(ECHO)}, 2, PLACE)
     assert "rank 0 had returned already" in str(error)
     assert "Connection" not in str(error)
@@ -91,7 +103,9 @@ def test_a_lost_connection_is_below():
 
 
 def test_unreadable_error_is_told():
-    error = error_of(1, {1: Raised(1.0, "OddError: odd", "the traceback", False, bytes(99))}, 2, PLACE)
+    error = error_of(
+        1, {1: Raised(1.0, "OddError: odd", "the traceback", False, bytes(99))}, 2, PLACE
+    )
     assert type(error) is LaunchError
     assert "rank 1 raised OddError: odd" in str(error)
     assert "the traceback" in notes_of(error)
@@ -103,9 +117,17 @@ def test_unreadable_error_is_told():
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:6534: Connection reset by peer. This is"),
-        dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"),
-        dist.DistBackendError("socketStartConnect: Connect to 10.0.0.1<41029> failed : Connection refused"),
+        RuntimeError(
+            "[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:6534: Connection "
+            "reset by peer. This is"
+        ),
+        dist.DistNetworkError(
+            "Failed to recv, got 0 bytes. Connection was likely closed. Did the "
+            "remote server shutdown?"
+        ),
+        dist.DistBackendError(
+            "socketStartConnect: Connect to 10.0.0.1<41029> failed : Connection refused"
+        ),
     ],
     ids=["gloo", "store", "NCCL"],
 )
@@ -122,10 +144,13 @@ def test_lost_connection_is_echo(error, monkeypatch):
     others = [
         ValueError("connection closed by peer"),
         ConnectionRefusedError(111, "Connection refused"),  # by a database, for example
-        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"
+        ),
         RuntimeError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!"),
         type("RequestError", (RuntimeError,), {})("[pair.cc:553] connection reset by peer"),
-        RuntimeError("upload failed: connection reset by peer"),  # of an awaited future, or of another library in C
+        # Of an awaited future, or of another library in C
+        RuntimeError("upload failed: connection reset by peer"),
     ]
     assert not any(is_echo(raised_by_c(each)) for each in others)
     monkeypatch.undo()

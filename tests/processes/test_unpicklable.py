@@ -66,7 +66,9 @@ def class_with(**attributes):
 
 
 def test_attributes_of_classes_are_named():
-    """The error names the attribute of a class that travels by value, also if it belongs to a base."""
+    """The error names the attribute of a class that travels by value, also if
+    it belongs to a base.
+    """
     row = class_with(size=1, lock=LOCK)
     assert address_of(row) == "value.lock"
     assert address_of([row()]) == "value[0]'s class Row.lock"

@@ -1,4 +1,7 @@
-"""Uses of the public API for type checkers. ``mypy --strict`` and pyright check this file; it is never run."""
+"""Uses of the public API for type checkers.
+
+``mypy --strict`` and pyright check this file; it is never run.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,12 @@ def every_option(model: torch.nn.Module) -> None:
     parallel(model, ["cpu", 0, torch.device("cpu")])
     parallel(model, 3.5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     parallel(
-        model, 2, dim=1, in_dims={"mask": None, "texts": "items"}, methods=("forward", "generate"), output_device="cpu"
+        model,
+        2,
+        dim=1,
+        in_dims={"mask": None, "texts": "items"},
+        methods=("forward", "generate"),
+        output_device="cpu",
     )
     parallel(model, 2, out_dims=(0, (1, None), {"texts": "items"}, "ragged"))
     parallel(model, 2, reduce="sum", join="list", unit=8)
@@ -78,7 +86,9 @@ def every_option(model: torch.nn.Module) -> None:
 
 
 def a_comparison_has_its_ways(model: torch.nn.Linear, x: torch.Tensor) -> None:
-    comparison = parawrap.compare(model, (x,), ["cpu", "cpu"], train=True, rounds=2, calls=1, show=False, out_dims=0)
+    comparison = parawrap.compare(
+        model, (x,), ["cpu", "cpu"], train=True, rounds=2, calls=1, show=False, out_dims=0
+    )
     assert_type(comparison.ways[-1].quartiles, list[float])
     assert_type(comparison.conclusion, str)
     with cpu.keep_freed_memory() as nothing:
@@ -87,7 +97,9 @@ def a_comparison_has_its_ways(model: torch.nn.Linear, x: torch.Tensor) -> None:
 
 def a_stream_takes_a_buffersize(block: Parallel[torch.nn.Linear], x: torch.Tensor) -> None:
     assert_type(block.map([x], buffersize=4, chunksize=2, progress=True), Iterator[Any])
-    block.map([x], buffersize=None, prepare=tuple, with_inputs=True, return_exceptions=True, ordered=False)
+    block.map(
+        [x], buffersize=None, prepare=tuple, with_inputs=True, return_exceptions=True, ordered=False
+    )
     block.map([x], resume="outputs", key=len, progress=True, total=1, desc="embed")
     assert_type(block.method("forward").submit(x), Future[Any])
     block.map([x], window=4)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
@@ -110,7 +122,10 @@ def data_parallels_are_generic_in_their_module(model: torch.nn.Linear, x: torch.
 def the_four_steps_are_functions(model: torch.nn.Linear, x: torch.Tensor) -> None:
     scatter(x, ["cpu", 0, torch.device("cpu")])
     scatter({"x": x}, ["cpu"], dim=1)
-    assert_type(parawrap.scatter_kwargs((x,), None, ["cpu"]), tuple[tuple[Any, ...], tuple[dict[str, Any], ...]])
+    assert_type(
+        parawrap.scatter_kwargs((x,), None, ["cpu"]),
+        tuple[tuple[Any, ...], tuple[dict[str, Any], ...]],
+    )
     replicas = replicate(model, ["cpu", "cpu"], detach=True)
     assert_type(replicas, list[torch.nn.Linear])
     assert_type(parawrap.parallel_apply(replicas, [x, (x,)], None, ["cpu", None]), list[Any])
@@ -135,12 +150,21 @@ def batches_keep_their_class(sample: Sample) -> None:
     assert_type(parawrap.cuda_attrs(sample), Sample)
 
 
-def a_class_is_registered(split: Callable[[str, Sequence[int]], list[str]], join: Callable[[Sequence[str]], str]) -> None:
+def a_class_is_registered(
+    split: Callable[[str, Sequence[int]], list[str]], join: Callable[[Sequence[str]], str]
+) -> None:
     parawrap.register_split(str, split=split, join=join, rows=len)
 
 
 def every_field_of_a_platform(log: Path) -> None:
-    platform = Platform("training", Device.CPU, n_cpus=2, ipc_groups=[[0], [1]], console_logs=log, upon_finish=log.unlink)
+    platform = Platform(
+        "training",
+        Device.CPU,
+        n_cpus=2,
+        ipc_groups=[[0], [1]],
+        console_logs=log,
+        upon_finish=log.unlink,
+    )
     Platform(device="gpu", n_gpus=None, ipc_protocol="file", ipc_groups=None, seed=None)
     Platform(device=Device.from_str(str(log)))
     Platform(devices="cpu")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
@@ -202,7 +226,12 @@ def a_launch_has_typed_attributes(launch: Launch[int]) -> None:
     assert as_tuple
 
 
-def task(global_rank: int, local_rank: int, process_group: ProcessGroup | None, args: tuple[Any, ...] | None) -> float:
+def task(
+    global_rank: int,
+    local_rank: int,
+    process_group: ProcessGroup | None,
+    args: tuple[Any, ...] | None,
+) -> float:
     return global_rank / 2
 
 
@@ -219,7 +248,9 @@ def a_rank_has_typed_attributes() -> None:
 
 
 def the_helpers_of_a_rank(
-    data: torch.utils.data.TensorDataset, loader: DataLoader[list[torch.Tensor]], model: torch.nn.Linear
+    data: torch.utils.data.TensorDataset,
+    loader: DataLoader[list[torch.Tensor]],
+    model: torch.nn.Linear,
 ) -> None:
     functional.seed_generators(7, offset=current_rank().global_rank)
     assert_type(functional.get_dataset_sampler(data, pad=False), Sampler[int] | None)
@@ -235,7 +266,10 @@ def the_helpers_of_a_rank(
 def a_module_on_its_device_keeps_its_class(model: torch.nn.Linear, sync: bool) -> None:
     assert_type(functional.to(model, sync_modules=False, device="cpu"), torch.nn.Linear)
     assert_type(functional.to(model), torch.nn.Linear | torch.nn.parallel.DistributedDataParallel)
-    assert_type(functional.to(model, None, sync), torch.nn.Linear | torch.nn.parallel.DistributedDataParallel)
+    assert_type(
+        functional.to(model, None, sync),
+        torch.nn.Linear | torch.nn.parallel.DistributedDataParallel,
+    )
 
 
 def errors_have_their_bases(
@@ -263,7 +297,9 @@ def tuple_functions_take_parts(xs: tuple[torch.Tensor, ...]) -> None:
 
 
 @parawrap.tp_collate(2)
-def collate_pairs(samples: Sequence[tuple[int, int]], scale: int = 1) -> tuple[torch.Tensor, list[int]]:
+def collate_pairs(
+    samples: Sequence[tuple[int, int]], scale: int = 1
+) -> tuple[torch.Tensor, list[int]]:
     return torch.tensor([x * scale for x, _ in samples]), [y for _, y in samples]
 
 
@@ -275,4 +311,7 @@ def collate_functions_keep_their_parameters(pairs: Dataset[tuple[torch.Tensor, i
 
 def a_trace_takes_keyword_inputs(model: torch.nn.Linear, x: torch.Tensor) -> None:
     assert_type(neuron.trace(model, x), torch.jit.ScriptModule)
-    assert_type(neuron.trace(func=model, example_kwarg_inputs={"input": x}, compiler_args=["-O1"]), torch.jit.ScriptModule)
+    assert_type(
+        neuron.trace(func=model, example_kwarg_inputs={"input": x}, compiler_args=["-O1"]),
+        torch.jit.ScriptModule,
+    )

@@ -1,4 +1,6 @@
-"""Calls in a block have the plain outputs and gradients, in row order, for any number of rows and lanes."""
+"""Calls in a block have the plain outputs and gradients, in row order, for any number of rows and
+lanes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from tests.helpers.calling import mlp
 from tests.helpers.same import assert_same
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning"),  # of small batches
+    # Of small batches
+    pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning"),
     pytest.mark.filterwarnings("ignore:a model in eval mode is called with gradients:UserWarning"),
 ]
 THREE = ["cpu"] * 3
@@ -29,7 +32,9 @@ Pair = namedtuple("Pair", ["left", "right"])
 
 
 class Held(nn.Module):
-    """Holds tied weights, parameters in containers, a lock, which cannot be copied, and a tensor that is not a buffer."""
+    """Holds tied weights, parameters in containers, a lock, which cannot be copied, and a tensor
+    that is not a buffer.
+    """
 
     def __init__(self):
         super().__init__()
@@ -56,7 +61,9 @@ class Structured(nn.Linear):
 
 MODELS = {
     "mlp": mlp,
-    "weight_norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.ReLU(inplace=True)),
+    "weight_norm": lambda: nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(4, 4)), nn.ReLU(inplace=True)
+    ),
     "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)).eval(),
     "batch norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(),
     "held": Held,
@@ -72,7 +79,9 @@ def outcome_of(model, x, *, grad):
     for _ in range(2):
         output = model(x)
         losses = [
-            leaf.square().sum() for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            leaf.square().sum()
+            for leaf in flatten(output)[0]
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
         if losses:
             sum(losses).backward()
@@ -80,7 +89,10 @@ def outcome_of(model, x, *, grad):
 
 
 def assert_plain_outcome(model, x, lanes, *, grad):
-    """Compare a block with plain calls. Rows are in shards of different sizes; batches that allow none run plainly."""
+    """Compare a block with plain calls.
+
+    Rows are in shards of different sizes; batches that allow none run plainly.
+    """
     rows = len(x)
     with torch.set_grad_enabled(grad):
         plain = outcome_of(model, x, grad=grad)
@@ -102,11 +114,16 @@ def test_models_of_every_kind(name):
 @given(rows=st.integers(0, 40), lanes=st.integers(1, 6), grad=st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_any_number_of_rows_and_lanes(rows, lanes, grad):
-    assert_plain_outcome(nn.Linear(4, 2).double(), torch.randn(rows, 4, dtype=torch.float64), lanes, grad=grad)
+    assert_plain_outcome(
+        nn.Linear(4, 2).double(), torch.randn(rows, 4, dtype=torch.float64), lanes, grad=grad
+    )
 
 
 def test_lazy_modules_run_plainly_first():
-    model, x = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.ReLU()).eval(), torch.randn(7, 5)
+    model, x = (
+        nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.ReLU()).eval(),
+        torch.randn(7, 5),
+    )
     with torch.no_grad(), parallel(model, THREE) as p:
         first = model(x)
         assert p.stats().plain == 1
@@ -115,9 +132,13 @@ def test_lazy_modules_run_plainly_first():
     assert type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("args", [(torch.zeros(0, 2),), (torch.ones(1, 2),), (torch.ones(2, 2),), (1, "a", None), ()])
+@pytest.mark.parametrize(
+    "args", [(torch.zeros(0, 2),), (torch.ones(1, 2),), (torch.ones(2, 2),), (1, "a", None), ()]
+)
 def test_calls_that_run_plainly(args):
-    """A call of few rows or without tensors runs once in the caller, and returns what cannot be joined."""
+    """A call of few rows or without tensors runs once in the caller, and returns what cannot be
+    joined.
+    """
     seen = []
 
     def target(*args):
@@ -136,7 +157,9 @@ def test_double_backward():
 
     def gradients():
         (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        return torch.autograd.grad((grad.norm(dim=1) - 1).square().mean(), [model[0].weight, model[2].weight])
+        return torch.autograd.grad(
+            (grad.norm(dim=1) - 1).square().mean(), [model[0].weight, model[2].weight]
+        )
 
     plain = gradients()
     with parallel(model, THREE):

@@ -94,7 +94,8 @@ def write_in_place(batch):
 
 
 DICTS = {each.__name__: each for each in (
-    set_entry, replace_entry, pop_entry, alias_entry, nest_entry, fill_inner, append, insert, swap, write_in_place,
+    set_entry, replace_entry, pop_entry, alias_entry, nest_entry, fill_inner, append, insert, swap,
+    write_in_place,
 )}  # fmt: skip
 
 
@@ -127,7 +128,9 @@ def test_dicts(change, grad):
 
 
 def test_other_containers():
-    """Lists, a deque with a bound, a dataclass, a namespace, and an object of a registered class."""
+    """Lists, a deque with a bound, a dataclass, a namespace, and an object of a
+    registered class.
+    """
 
     class Namespace(dict):
         def __init__(self, **entries):
@@ -172,7 +175,12 @@ def test_a_returned_argument(kind, way):
                 batch["y"] = batch["x"] * 2
             return (batch["x"] + 1, [batch]) if kind == "nested" else batch
 
-    batch = {"dict": {"x": ROWS}, "nested": {"x": ROWS}, "dataclass": Graph(ROWS), "registered": Words("abcdefghi")}[kind]
+    batch = {
+        "dict": {"x": ROWS},
+        "nested": {"x": ROWS},
+        "dataclass": Graph(ROWS),
+        "registered": Words("abcdefghi"),
+    }[kind]
     if way == "DataParallel":
         net = DataParallel(Adds(), device_ids=TWO)
         output = net(ROWS, batch)
@@ -196,8 +204,12 @@ def test_a_returned_argument(kind, way):
 REFUSED = {
     "a loss without reduce": lambda batch: batch.update(loss=batch["x"].mean()),
     "a count": lambda batch: batch.update(count=len(batch["x"])),
-    "an entry of one lane": lambda batch: batch.update(y=batch["x"]) if batch["x"][0] == 0 else None,
-    "an item of one lane": lambda batch: batch["log"].append(batch["x"]) if batch["x"][0] == 0 else None,
+    "an entry of one lane": lambda batch: (
+        batch.update(y=batch["x"]) if batch["x"][0] == 0 else None
+    ),
+    "an item of one lane": lambda batch: (
+        batch["log"].append(batch["x"]) if batch["x"][0] == 0 else None
+    ),
     "other keys": lambda batch: batch.update({f"k{len(batch['x'])}": batch["x"]}),
 }
 
@@ -291,7 +303,9 @@ def test_two_copies_of_one_argument():
 
 @torch.no_grad()
 def test_entries_of_a_list_of_outputs():
-    """Each lane's own output stays as it is, and options for places of the output hold for an argument in it."""
+    """Each lane's own output stays as it is, and options for places of the output hold for an
+    argument in it.
+    """
 
     def forward(batch):
         batch["mean"] = batch["x"].mean()
@@ -308,14 +322,19 @@ def test_entries_of_a_list_of_outputs():
 
 @torch.no_grad()
 def test_numbers_that_lanes_count():
-    """A number of the lanes that equals one of the caller's is still theirs, and has no sum by itself."""
+    """A number of the lanes that equals one of the caller's is still theirs, and has no sum by
+    itself.
+    """
 
     def forward(batch):
         batch["n"] = len(batch["x"])
         return batch["x"]
 
     batch = {"x": ROWS[:8], "heads": 4}
-    with parallel(forward, TWO, out_dims=0) as p, pytest.raises(ShardError, match=r'"n".*Return it'):
+    with (
+        parallel(forward, TWO, out_dims=0) as p,
+        pytest.raises(ShardError, match=r'"n".*Return it'),
+    ):
         p(batch)
     assert [*batch] == ["x", "heads"]
 
@@ -338,7 +357,10 @@ def test_equal_numbers_under_two_keys():
 def test_new_shapes_in_place(grad):
     """Lanes have parts of their own, whose new shape the argument cannot take over."""
     x = ROWS.clone()
-    with torch.set_grad_enabled(grad), parallel(lambda x: x.unsqueeze_(1) * 2, TWO, out_dims=0) as p:
+    with (
+        torch.set_grad_enabled(grad),
+        parallel(lambda x: x.unsqueeze_(1) * 2, TWO, out_dims=0) as p,
+    ):
         if grad:
             with pytest.raises(ShardError, match=r"args\[0\].*shape in place"):
                 p(x.add_(0))

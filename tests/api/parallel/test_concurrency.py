@@ -1,4 +1,7 @@
-"""Calls from several threads, nested blocks, recursion, and forks. After close(), no thread or replica is left."""
+"""Calls from several threads, nested blocks, recursion, and forks.
+
+After close(), no thread or replica is left.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,11 @@ def test_many_threads_call_one_model():
         barrier.wait(PATIENCE_S)
         for _ in range(8):
             x = torch.randn(1 + index % 7, 4, generator=generator, requires_grad=True)
-            ways = (lambda x: [model(x)], lambda x: [p.submit(x).result(PATIENCE_S)], lambda x: list(p.map([x] * 3)))
+            ways = (
+                lambda x: [model(x)],
+                lambda x: [p.submit(x).result(PATIENCE_S)],
+                lambda x: list(p.map([x] * 3)),
+            )
             for y in ways[index % 3](x):
                 assert_close(y, plain(x))
                 (grad,) = torch.autograd.grad(y.sum(), x)
@@ -71,7 +78,9 @@ def test_a_stream_that_draws_beside_another():
 
 
 def test_work_for_a_lane_that_goes_idle():
-    """A call may be sent at any moment of a lane that looks for one: here, at lines of it, in different distances."""
+    """A call may be sent at any moment of a lane that looks for one: here, at lines of it, in
+    different distances.
+    """
     sent, waits = [], [*range(12)] * 4
 
     def trace(frame, event, _arg):
@@ -80,7 +89,8 @@ def test_work_for_a_lane_that_goes_idle():
             if waits[-1] < 0:
                 waits.pop()
                 sent.append(executor.submit(p.submit, 0))
-                lane = frame.f_locals["self"]  # while it holds the lock of the queue, the sender waits
+                # While it holds the lock of the queue, the sender waits
+                lane = frame.f_locals["self"]
                 eventually(lambda: sent[-1].done() or lane._queueing.locked(), "the end of submit")
         return trace if frame.f_code.co_name == "take" else None
 
@@ -97,7 +107,8 @@ def test_work_for_a_lane_that_goes_idle():
 
 @pytest.mark.parametrize("is_new", [False, True], ids=["one attribute", "new attributes"])
 def test_writes_during_a_call(is_new):
-    """Another thread may set attributes of the model at any moment: here, whenever a call enters a function.
+    """Another thread may set attributes of the model at any moment: here, whenever a call enters a
+    function.
 
     Calls follow the model, and undo no write.
     """
@@ -129,7 +140,10 @@ def test_writes_during_a_call(is_new):
 
 @pytest.mark.filterwarnings("ignore:the model wrote")
 def test_calls_beside_profiled_streams():
-    """A profiler runs whole calls in the thread that submits them. No call finds what another thread's call left."""
+    """A profiler runs whole calls in the thread that submits them.
+
+    No call finds what another thread's call left.
+    """
 
     def forward(self, x):
         before, self.count = self.count, self.count + 1
@@ -147,7 +161,11 @@ def test_calls_beside_profiled_streams():
         for _ in range(500):
             assert_close(model(torch.zeros(6, 1)), torch.zeros(6, 1))
 
-    model, is_profiled, interval = Stateful(forward, count=0).eval(), threading.Event(), sys.getswitchinterval()
+    model, is_profiled, interval = (
+        Stateful(forward, count=0).eval(),
+        threading.Event(),
+        sys.getswitchinterval(),
+    )
     sys.setswitchinterval(1e-5)
     try:
         with parallel(model, THREE, out_dims=0) as p, ThreadPoolExecutor(1) as executor:
@@ -201,7 +219,10 @@ def test_blocks_close_in_any_order(order):
 
 
 class Meanwhile:
-    """A part of a model. At each copy of it one of `works` runs, as another thread would at that moment."""
+    """A part of a model.
+
+    At each copy of it one of `works` runs, as another thread would at that moment.
+    """
 
     def __init__(self, *works):
         self.works = [*works]
@@ -214,7 +235,8 @@ class Meanwhile:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "change", ["a hook", "a hook that goes", "a number", "a number that goes", "an attribute", "a buffer"]
+    "change",
+    ["a hook", "a hook that goes", "a number", "a number that goes", "an attribute", "a buffer"],
 )
 def test_changes_while_lanes_are_made(change):
     """All lanes of a call have the model of one moment, and calls after the change follow it."""
@@ -224,7 +246,9 @@ def test_changes_while_lanes_are_made(change):
 
     def begin():
         if change.startswith("a hook"):
-            handles.append(model.layer.register_forward_hook(lambda _module, _args, output: output + 9))
+            handles.append(
+                model.layer.register_forward_hook(lambda _module, _args, output: output + 9)
+            )
         elif change.startswith("a number"):
             model.scale = 5
         elif change == "an attribute":
@@ -241,7 +265,8 @@ def test_changes_while_lanes_are_made(change):
     model, x, handles = Stateful(forward, scale=1), torch.ones(5, 2), []
     model.register_buffer("buffer", torch.zeros(1))
     model.layer = nn.Identity()
-    model.part = Meanwhile(begin, lambda: None, end)  # two copies for each lane: parts of the process are looked for
+    # Two copies for each lane: parts of the process are looked for
+    model.part = Meanwhile(begin, lambda: None, end)
     with ThreadPoolExecutor(1) as another, parallel(model, TWO, out_dims=0) as p:
         another.submit(int).result()  # there is a thread that may have made the changes
         for output in model(x), model(x), *p.map([x, x]):
@@ -250,7 +275,10 @@ def test_changes_while_lanes_are_made(change):
 
 @torch.no_grad()
 def test_a_hook_that_is_registered_in_two_steps():
-    """Torch counts a hook, and then enters it into the table of its module. A call may come in between."""
+    """Torch counts a hook, and then enters it into the table of its module.
+
+    A call may come in between.
+    """
     model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(5, 2)
     with parallel(model, TWO, out_dims=0):
         model(x)
@@ -263,7 +291,9 @@ def test_a_hook_that_is_registered_in_two_steps():
 
 
 def test_a_write_while_a_block_opens_and_closes():
-    """Another thread may set an attribute at any moment: here, when a function is entered or left."""
+    """Another thread may set an attribute at any moment: here, when a function
+    is entered or left.
+    """
 
     def write(_frame, _event, _arg):
         moments.append(None)
@@ -296,7 +326,10 @@ def test_a_call_may_use_its_block(how, rows):
             if len(x) == 9:
                 return super().forward(x)
             nine = torch.ones(9, 3)
-            uses = {"submit": lambda: p.submit(nine).result(PATIENCE_S), "map": lambda: next(p.map([nine]))}
+            uses = {
+                "submit": lambda: p.submit(nine).result(PATIENCE_S),
+                "map": lambda: next(p.map([nine])),
+            }
             return uses.get(how, lambda: p(nine))()[: len(x)]
 
     model = Asking(3, 2)
@@ -306,7 +339,10 @@ def test_a_call_may_use_its_block(how, rows):
 
 
 def test_nothing_is_left_after_close():
-    """Outputs and graphs work. The model can be freed, and before it a value that it has dropped."""
+    """Outputs and graphs work.
+
+    The model can be freed, and before it a value that it has dropped.
+    """
     seen, before = [], set(threading.enumerate())
 
     class Model(nn.Linear):
@@ -369,8 +405,14 @@ def test_a_child_waits_for_no_thread(use):
         model.tag = [use]
         waiting = others.submit(call, x, begun)
         assert begun.wait(PATIENCE_S)
-        uses = {"call": lambda: assert_close(model(x), plain), "submit": lambda: p.submit(x).result(), "close": p.close}
-        child = multiprocessing.get_context("fork").Process(target=uses.get(use, new_block), daemon=True)
+        uses = {
+            "call": lambda: assert_close(model(x), plain),
+            "submit": lambda: p.submit(x).result(),
+            "close": p.close,
+        }
+        child = multiprocessing.get_context("fork").Process(
+            target=uses.get(use, new_block), daemon=True
+        )
         child.start()
         child.join(PATIENCE_S)
         goes_on.set()

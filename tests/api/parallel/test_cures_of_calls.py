@@ -1,4 +1,7 @@
-"""Each error of a call in a parallel block names a cure. The code with the cure gives the right result."""
+"""Each error of a call in a parallel block names a cure.
+
+The code with the cure gives the right result.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ DEVICES = {
     "devices=0: pass a number of at least 1": ([0], [1]),
     "devices is empty: name at least one device, or omit it": ([[]], [["cpu"], None]),
     "'' is not a device: pass a kind": ([""], ["cpu", None]),
-    r"(1\.5|True) is not a device: pass an index, a string such as": ([1.5, True], ["cpu", torch.device("cpu")]),
+    r"(1\.5|True) is not a device: pass an index, a string such as": (
+        [1.5, True],
+        ["cpu", torch.device("cpu")],
+    ),
     "None is not a device: pass an index, a string such as 'cuda:0', or a torch.device": (
         [[None]],
         [[torch.device("cpu")]],
@@ -39,16 +45,25 @@ DEVICES = {
     "'cpu:x' is not a device: pass a kind, or a kind with an index": ([["cpu:x"]], [["cpu:0"]]),
 }
 UNAVAILABLE = {
-    r'repeat the name, as in \["cpu", "cpu"\], or pass a number, as in devices=2': (["cpu", "cpu:1"], [TWO, 2]),
+    r'repeat the name, as in \["cpu", "cpu"\], or pass a number, as in devices=2': (
+        ["cpu", "cpu:1"],
+        [TWO, 2],
+    ),
     "'nonsense' is not a kind of device .*Known kinds: .*cpu": (["nonsense"], ["cpu"]),
 }
 
 
 @pytest.mark.parametrize("message", [*DEVICES, *UNAVAILABLE])
 def test_cures_of_devices(message):
-    wrong, cures = DEVICES[message] if message in DEVICES else ([UNAVAILABLE[message][0]], UNAVAILABLE[message][1])
+    wrong, cures = (
+        DEVICES[message]
+        if message in DEVICES
+        else ([UNAVAILABLE[message][0]], UNAVAILABLE[message][1])
+    )
     for devices in wrong:
-        with pytest.raises(DeviceListError if message in DEVICES else DeviceUnavailableError, match=message):
+        with pytest.raises(
+            DeviceListError if message in DEVICES else DeviceUnavailableError, match=message
+        ):
             parallel(torch.neg, devices)
     for devices in cures:
         assert_same(run(parallel(torch.neg, devices), X), -X)
@@ -73,7 +88,8 @@ def test_cures_of_padding():
     with says("which differ beyond dim 0") as refused:
         call(ragged, X)
     assert options_of(str(refused.value)) == {"join": "pad"}
-    assert_same(call(ragged, X, join="pad"), PADDED.clamp(min=0))  # one output of floats needs no value
+    # One output of floats needs no value
+    assert_same(call(ragged, X, join="pad"), PADDED.clamp(min=0))
 
     def two(x):
         return {"logits": ragged(x), "mask": ragged(x) > 0}
@@ -105,10 +121,14 @@ def test_cures_of_padding():
 
 
 def test_cures_of_numbers():
-    with says('"mean" is for a mean over rows, "sum" for sums and counts, "stack" for one value per lane') as refused:
+    with says(
+        '"mean" is for a mean over rows, "sum" for sums and counts, "stack" for one value per lane'
+    ) as refused:
         call(len, X)
     assert options_of(str(refused.value)) == {"reduce": "sum"}
-    assert_same([call(len, X, reduce="sum"), call(len, X, reduce="stack")], [20, torch.tensor([11, 9])])
+    assert_same(
+        [call(len, X, reduce="sum"), call(len, X, reduce="stack")], [20, torch.tensor([11, 9])]
+    )
     assert_same(call(lambda x: x.mean().item(), X, reduce="mean"), 9.5)
     for options in ({}, {"reduce": "mean"}):
         with says("if it depends on the rows") as refused:
@@ -122,10 +142,15 @@ def test_cures_of_numbers():
     with says("has no mean over lanes") as refused:
         call(count, X, reduce="mean")
     assert options_of(str(refused.value)) == {"reduce": "sum"}
-    assert_same([call(count, X, reduce=each) for each in ("sum", "stack")], [torch.tensor(20), torch.tensor([11, 9])])
+    assert_same(
+        [call(count, X, reduce=each) for each in ("sum", "stack")],
+        [torch.tensor(20), torch.tensor([11, 9])],
+    )
     with says("has no sum") as refused:
         call(lambda x: (x > 10).any(), X, reduce="sum")
-    assert_same(call(lambda x: (x > 10).any(), X, **options_of(str(refused.value))), torch.tensor(True))
+    assert_same(
+        call(lambda x: (x > 10).any(), X, **options_of(str(refused.value))), torch.tensor(True)
+    )
     with says("Keep one of them") as refused:
         call(len, X, out_dims=None, reduce="sum")
     assert options_of(str(refused.value)) == {"out_dims": 0}
@@ -161,13 +186,17 @@ def test_cures_of_other_outputs():
     assert call(lambda x: [f"{row}" for row in x], X) == [f"{row}" for row in X]
     with says(r"tensors of torch\.float32 and torch\.float64\. .*join=\"list\" returns"):
         call(lambda x: x.double() if x[0] else x, X)
-    assert_same(call(lambda x: x.double() if x[0] else x, X, join="list"), [X[:10], X[10:].double()])
+    assert_same(
+        call(lambda x: x.double() if x[0] else x, X, join="list"), [X[:10], X[10:].double()]
+    )
     with says('a nested tensor has no dim to join on. join="list" returns'):
         call(nested, X)
     assert [len(each.unbind()) for each in call(nested, X, join="list")] == [10, 10]
     with says(r"Keep the dim in the model \(squeeze\(1\) instead of squeeze\(\)\)"):
         call(torch.squeeze, torch.ones(2, 1), out_dims=0, reduce="mean")
-    assert_same(call(lambda x: x.squeeze(1), torch.ones(2, 1), out_dims=0, reduce="mean"), torch.ones(2))
+    assert_same(
+        call(lambda x: x.squeeze(1), torch.ones(2, 1), out_dims=0, reduce="mean"), torch.ones(2)
+    )
 
 
 def add_in_place(total, x):
@@ -190,12 +219,21 @@ def test_cures_of_arguments():
     with says("is a nested tensor, which torch cannot split. Pass a dense tensor to cut it"):
         call(add, X, nested(X))
     assert_same(call(add, X, nested(X).to_padded_tensor(0.0)), 2 * X)
-    with says(r"is an array with 20 rows, and the batch has 20. Pass torch\.from_numpy\(\.\.\.\) of it"):
+    with says(
+        r"is an array with 20 rows, and the batch has 20. Pass torch\.from_numpy\(\.\.\.\) of it"
+    ):
         call(add, X, X.numpy())
     assert_same(call(add, X, torch.from_numpy(X.numpy())), 2 * X)
-    with says("Pass one copy per row, cut the tensor with in_dims, or use an out-of-place operation"):
+    with says(
+        "Pass one copy per row, cut the tensor with in_dims, or use an out-of-place operation"
+    ):
         call(add_in_place, torch.zeros(1), X, in_dims={"total": None})
-    assert_same(call(lambda total, x: (total + x.sum(0)) * 0 + x, torch.zeros(1), X, in_dims={"total": None}), X)
+    assert_same(
+        call(
+            lambda total, x: (total + x.sum(0)) * 0 + x, torch.zeros(1), X, in_dims={"total": None}
+        ),
+        X,
+    )
 
 
 SCALE = nn.Linear(1, 1, bias=False)
@@ -283,11 +321,17 @@ def keep_rows(model, x):
 
 
 def test_cures_of_globals_and_closures():
-    with says("uses the global 'SCALE'.*Make it an attribute of the model, or an argument of functools.partial"):
+    with says(
+        "uses the global 'SCALE'.*Make it an attribute of the model, or an argument of "
+        "functools.partial"
+    ):
         call(ByGlobal(), X)
     for model in (ByAttribute(), functools.partial(scale_by, SCALE)):
         assert_same(call(model, X).detach(), 2 * X)
-    with says("a function captures a list .*Make it an attribute of the model, or give it by functools.partial"):
+    with says(
+        "a function captures a list .*Make it an attribute of the model, or give it by "
+        "functools.partial"
+    ):
         call(Stateful(scale_by_first([SCALE]), scale=SCALE), X)
     for model in (
         Stateful(lambda model, x: model.layers[0](x), layers=[SCALE], scale=SCALE),
@@ -297,18 +341,28 @@ def test_cures_of_globals_and_closures():
 
 
 def test_cures_of_attributes():
-    with says(r"args\[1\] is a list_iterator, and lanes would take its items from each other. Pass a list of them"):
+    with says(
+        r"args\[1\] is a list_iterator, and lanes would take its items from each other. Pass a "
+        r"list of them"
+    ):
         call(lambda x, items: x, X, iter([1, 2]))
     with says("'source' is an iterator .*Keep its items in a list"):
         call(Stateful(lambda model, x: x, source=iter([1])), X)
     assert_same(call(Stateful(lambda model, x: x * model.source[0], source=[3]), X), 3 * X)
     with says(r"is a weak reference to a Linear; .*Hold it in a list: \[value\]"):
         call(Stateful(lambda model, x: model.scale()(x), scale=weakref.ref(SCALE)), X)
-    assert_same(call(Stateful(lambda model, x: model.scale[0](x), scale=[SCALE]), X).detach(), 2 * X)
-    with says("'handle' is a Handle, which cannot be copied .*Make it in forward, or give its class a __deepcopy__"):
+    assert_same(
+        call(Stateful(lambda model, x: model.scale[0](x), scale=[SCALE]), X).detach(), 2 * X
+    )
+    with says(
+        "'handle' is a Handle, which cannot be copied .*Make it in forward, or give its "
+        "class a __deepcopy__"
+    ):
         call(Stateful(lambda model, x: x * model.handle.factor, handle=Handle()), X)
     assert_same(call(Stateful(lambda model, x: x * Handle().factor), X), 3 * X)
-    assert_same(call(Stateful(lambda model, x: x * model.handle.factor, handle=CopiedHandle()), X), 3 * X)
+    assert_same(
+        call(Stateful(lambda model, x: x * model.handle.factor, handle=CopiedHandle()), X), 3 * X
+    )
 
 
 def test_a_module_that_is_parallel_already():
@@ -323,12 +377,19 @@ def test_a_module_that_is_parallel_already():
 
 
 def test_cures_of_copies():
-    with says(r"Let its __deepcopy__ copy all attributes with copy\.deepcopy\(value, memo\), or remove the method"):
+    with says(
+        r"Let its __deepcopy__ copy all attributes with copy\.deepcopy\(value, memo\), or remove "
+        r"the method"
+    ):
         call(Sharing(), X)
     for cured in (Copying(), ByAttribute()):
         assert_same(call(cured, X).detach(), 2 * X)
-    deep = Stateful(lambda model, x: x, chain=functools.reduce(lambda inner, _: [inner], range(1000), []))
-    with says("the model is nested too deeply to be copied. Raise the limit with sys.setrecursionlimit"):
+    deep = Stateful(
+        lambda model, x: x, chain=functools.reduce(lambda inner, _: [inner], range(1000), [])
+    )
+    with says(
+        "the model is nested too deeply to be copied. Raise the limit with sys.setrecursionlimit"
+    ):
         call(deep, X)
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(20000)
@@ -352,10 +413,13 @@ def test_cures_of_writes():
     with parallel(Stateful(reset_weight, layer=nn.Linear(1, 1, bias=False)), TWO) as p:
         for use in (lambda: p(X), lambda: next(p.map([X]))):
             with says(
-                "'layer.weight'.*another thread.*Compute with a new tensor, make it a buffer, or write it between calls"
+                "'layer.weight'.*another thread.*Compute with a new tensor, make it a buffer, or "
+                "write it between calls"
             ):
                 use()
-    new_tensor = Stateful(lambda model, x: nn.functional.linear(x, torch.full((1, 1), 2.0)), layer=SCALE)
+    new_tensor = Stateful(
+        lambda model, x: nn.functional.linear(x, torch.full((1, 1), 2.0)), layer=SCALE
+    )
     assert_same(call(new_tensor, X), 2 * X)
 
 
@@ -372,7 +436,10 @@ def replace(model, value):
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [(fill, "or write it between calls"), (replace, "Read the outputs first, and change the model then")],
+    [
+        (fill, "or write it between calls"),
+        (replace, "Read the outputs first, and change the model then"),
+    ],
 )
 def test_a_model_that_changes_during_a_stream(change, says):
     """It may change once the outputs are read."""

@@ -1,4 +1,6 @@
-"""The error of outputs that cannot be joined names all of them, and the options that join them, as one would paste them."""
+"""The error of outputs that cannot be joined names all of them, and the options that join them, as
+one would paste them.
+"""
 
 from __future__ import annotations
 
@@ -65,12 +67,19 @@ OUTPUTS = {
     ),
     "a model's output": (lambda x: Output(loss=x.mean(), logits=x), {"reduce": {"loss": "mean"}}),
     "a list of dicts": (
-        lambda x: [{"loss": x.mean(), "y": x}, {"loss": -x.mean(), "y": x}, {"loss": 2 * x.mean(), "y": x}],
+        lambda x: [
+            {"loss": x.mean(), "y": x},
+            {"loss": -x.mean(), "y": x},
+            {"loss": 2 * x.mean(), "y": x},
+        ],
         {"reduce": ({"loss": "mean"}, {"loss": "mean"}, {"loss": "mean"})},
     ),
     "keys that are no texts": (lambda x: {0: x, 1: x.mean()}, {"reduce": {1: "mean"}}),
     "arrays": (lambda x: {"y": x.numpy(), "total": x.numpy().sum(0)}, {"reduce": {"total": "sum"}}),
-    "frames": (lambda x: {"y": x, "patches": x.repeat_interleave(4, 0)}, {"out_dims": {"patches": "ragged"}}),
+    "frames": (
+        lambda x: {"y": x, "patches": x.repeat_interleave(4, 0)},
+        {"out_dims": {"patches": "ragged"}},
+    ),
     "a filter": (lambda x: (x, x[x[:, 0] > 3]), {"out_dims": (0, "ragged")}),
     "lists": (lambda x: {"boxes": [*x[x[:, 0] > 3]]}, {"out_dims": {"boxes": "ragged"}}),
     "entries of all items": (
@@ -78,7 +87,10 @@ OUTPUTS = {
         {"out_dims": (0, None, 0, (0,)), "reduce": (None, None, "mean", None)},
     ),
     "layers": (lambda x: (x, (layers(x),) * 3), {"out_dims": (0, 1)}),
-    "layers in a list": (lambda x: {"mems": [layers(x), [layers(x)] * 3]}, {"out_dims": {"mems": 1}}),
+    "layers in a list": (
+        lambda x: {"mems": [layers(x), [layers(x)] * 3]},
+        {"out_dims": {"mems": 1}},
+    ),
     "many frames": (
         lambda x: {"y": (x.repeat_interleave(4, 0),) * 3, "z": [x.repeat_interleave(4, 0)] * 3},
         {"out_dims": {"y": "ragged", "z": ("ragged", "ragged", "ragged")}},
@@ -130,7 +142,10 @@ def outputs(x):
 
 GIVEN = {
     # options of the user, and those that the error names: these replace them
-    "a dim for all": ({"out_dims": 0}, {"out_dims": {"y": 0, "loss": 0, "n": 0, "state": {"h": 1, "c": 0}}}),
+    "a dim for all": (
+        {"out_dims": 0},
+        {"out_dims": {"y": 0, "loss": 0, "n": 0, "state": {"h": 1, "c": 0}}},
+    ),
     "a key of a tree": (
         {"out_dims": {"y": 0}},
         {"out_dims": {"y": 0, "state": {"h": 1}}},
@@ -175,17 +190,26 @@ def test_a_second_meaning():
     for function, options, others in (
         (lambda x: {"y": x, "n": 3}, {"out_dims": {"n": None}}, {"reduce": {"n": "sum"}}),
         (lambda x: {"y": x, "t": 0.5}, {"reduce": {"t": "mean"}}, {"out_dims": {"t": None}}),
-        (lambda x: {"y": x, "z": torch.arange(3)}, {"out_dims": {"z": None}}, {"reduce": {"z": "sum"}}),
+        (
+            lambda x: {"y": x, "z": torch.arange(3)},
+            {"out_dims": {"z": None}},
+            {"reduce": {"z": "sum"}},
+        ),
     ):
         with pytest.raises(GatherError) as refused:
             call(function, X)
-        assert (options_of(str(refused.value)), options_of(str(refused.value), "or ")) == (options, others)
+        assert (options_of(str(refused.value)), options_of(str(refused.value), "or ")) == (
+            options,
+            others,
+        )
         assert_same(call(function, X, **options), function(X))
         call(function, X, **others)
 
 
 def test_lists_as_long_as_the_shard():
-    """A pair of outputs of shards of two rows is a pair, and a list with one item per row is not."""
+    """A pair of outputs of shards of two rows is a pair, and a list with one
+    item per row is not.
+    """
     x = X[:4]
     for function, expected in (
         (lambda x: (x, x.mean()), {"reduce": (None, "mean")}),
@@ -206,12 +230,21 @@ def compare_all(x):
 
 @pytest.mark.parametrize("lanes", [2, 3])
 def test_outputs_that_compare_rows(lanes):
-    """The rows of the shard on two dims: no option is advised, not for a loss either. The page shows what works."""
-    with parallel(compare_all, ["cpu"] * lanes) as p, says("no option can join such comparisons") as refused:
+    """The rows of the shard on two dims: no option is advised, not for a loss either.
+
+    The page shows what works.
+    """
+    with (
+        parallel(compare_all, ["cpu"] * lanes) as p,
+        says("no option can join such comparisons") as refused,
+    ):
         p(X)
     message = str(refused.value)
     assert 'output["logits_per_image"] has the rows of the shard on two dims' in message
-    assert 'the page "Compute a loss in a block" of the documentation, section "Contrastive losses"' in message
+    assert (
+        'the page "Compute a loss in a block" of the documentation, section "Contrastive losses"'
+        in message
+    )
     assert not any(each in message for each in ("reduce=", "out_dims=", "join="))
     embeddings = call(lambda x: {"embeddings": x}, X)["embeddings"]
     assert_same(embeddings @ embeddings.T, X @ X.T)
@@ -279,7 +312,9 @@ def test_data_parallel_names_a_block():
 
 
 def test_entries_that_forward_writes():
-    """Only options that hold for the entry as it is are named; keys of the output are not its own."""
+    """Only options that hold for the entry as it is are named; keys of the
+    output are not its own.
+    """
 
     def write(batch):
         batch["loss"] = batch["x"].mean()
@@ -303,7 +338,10 @@ def test_entries_that_forward_writes():
         batch["loss"], batch["n"] = batch["x"].mean(), len(batch["x"])
         return batch["x"]
 
-    with says(r'writes args\[0\]\["loss"\] and args\[0\]\["n"\] into a dict of the caller.*Return it instead'):
+    with says(
+        r'writes args\[0\]\["loss"\] and args\[0\]\["n"\] into a dict of the caller.*Return it '
+        r"instead"
+    ):
         call(write_several, {"x": X})
 
     def give_back(batch):
@@ -322,7 +360,10 @@ def write_and_return(batch, layer=None):
 
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_entries_that_forward_returns(workers):
-    """They have the options of their places in the output, next to the other outputs. What was there needs none."""
+    """They have the options of their places in the output, next to the other outputs.
+
+    What was there needs none.
+    """
 
     def batch():
         return {"x": X, "heads": 4, "parts": {"z": X, "names": ["a", "b", "c"]}}
@@ -330,7 +371,10 @@ def test_entries_that_forward_returns(workers):
     with says('output\\["batch"\\]\\["loss"\\]') as refused:
         call(write_and_return, batch(), workers=workers)
     options = options_of(str(refused.value))
-    assert options == {"out_dims": {"h": 1}, "reduce": {"batch": {"loss": "mean", "parts": {"n": "sum"}}}}
+    assert options == {
+        "out_dims": {"h": 1},
+        "reduce": {"batch": {"loss": "mean", "parts": {"n": "sum"}}},
+    }
     given, plain = batch(), batch()
     output = call(write_and_return, given, workers=workers, **options)
     assert_same(output, write_and_return(plain))
@@ -339,8 +383,15 @@ def test_entries_that_forward_returns(workers):
 
 def test_options_of_another_structure():
     """They are named alone: what other options mean is not known."""
-    with says(r"^output\[\"state\"\] cannot be joined: reduce declares the key 'x', and the output has \['c', 'h'\]"):
-        call(lambda x: {"loss": x.mean(), "state": {"h": x, "c": x}}, X, reduce={"state": {"x": "mean"}})
+    with says(
+        r"^output\[\"state\"\] cannot be joined: reduce declares the key 'x', and the output has "
+        r"\['c', 'h'\]"
+    ):
+        call(
+            lambda x: {"loss": x.mean(), "state": {"h": x, "c": x}},
+            X,
+            reduce={"state": {"x": "mean"}},
+        )
 
 
 # Random outputs
@@ -398,7 +449,10 @@ def make_output(choices, depth=0):
 def test_cures_of_random_outputs(seed):
     """One try is enough, for outputs of any structure, whatever options are set."""
     choices = random.Random(seed)
-    model, options = Stateful(lambda self, x: self.make(x), make=make_output(choices)), choices.choice(STARTS)
+    model, options = (
+        Stateful(lambda self, x: self.make(x), make=make_output(choices)),
+        choices.choice(STARTS),
+    )
     with torch.no_grad(), parallel(model, ["cpu"] * choices.choice([2, 3]), **options) as p:
         try:
             p(X)

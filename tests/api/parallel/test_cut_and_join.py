@@ -1,4 +1,6 @@
-"""What the rules for cutting and joining refuse, with cures that work, and what lanes may write into their rows."""
+"""What the rules for cutting and joining refuse, with cures that work, and what lanes may write
+into their rows.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from parawrap import GatherError, ShardError, TupleParallel, parallel, register_
 from tests.helpers.calling import Stateful
 from tests.helpers.cures import cures_of, options_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")  # of small batches
+# Of small batches
+pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")
 TWO = ["cpu"] * 2
 
 
@@ -57,7 +60,9 @@ def model_that(write):
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("source", INPUTS)
 def test_writes_into_rows(write, source):
-    """Output, gradients, also of what made the rows, and the changed argument are those of the plain call."""
+    """Output, gradients, also of what made the rows, and the changed argument are those of the
+    plain call.
+    """
     found = []
     for lanes in (1, 2, 3):
         model, start = model_that(write), torch.arange(-10.0, 11).view(7, 3).requires_grad_()
@@ -65,7 +70,14 @@ def test_writes_into_rows(write, source):
         with parallel(model, ["cpu"] * lanes):
             y = model(x)
         loss = y.square().sum() + (x * 3).sum()
-        found.append((y, x, x.requires_grad, torch.autograd.grad(loss, [model.bias, start], materialize_grads=True)))
+        found.append(
+            (
+                y,
+                x,
+                x.requires_grad,
+                torch.autograd.grad(loss, [model.bias, start], materialize_grads=True),
+            )
+        )
     for other in found[1:]:
         assert_close(other, found[0])
 
@@ -78,7 +90,11 @@ def test_writes_into_a_leaf_are_refused_by_torch():
 
 def test_parts_keep_their_memory_format():
     x = torch.randn(7, 3, 4, 4).to(memory_format=torch.channels_last)
-    with parallel(lambda x: (x + 0, x.is_contiguous(memory_format=torch.channels_last)), TWO, out_dims=(0, None)) as p:
+    with parallel(
+        lambda x: (x + 0, x.is_contiguous(memory_format=torch.channels_last)),
+        TWO,
+        out_dims=(0, None),
+    ) as p:
         assert p(x)[1]
 
 
@@ -116,7 +132,9 @@ def test_attributes_of_tensors_are_refused():
         noted.canvas = (8, 8)
         for value, says in ((boxes(5, 4), r"register_split\(Boxes"), (noted, "register_split")):
             for call in (lambda value=value: p(value), lambda value=value: p(found=value)):
-                with pytest.raises(ShardError, match=rf"attributes of its own \(canvas\).*{says}.*in_dims") as caught:
+                with pytest.raises(
+                    ShardError, match=rf"attributes of its own \(canvas\).*{says}.*in_dims"
+                ) as caught:
                     call()
         assert cures_of(str(caught.value)) == [{"found": None}]
     with parallel(lambda x, found: x + found.canvas[0], TWO) as p:
@@ -149,9 +167,14 @@ def test_a_registered_tensor_keeps_attributes():
         return part
 
     def split(value, sizes):
-        return [with_canvas(part, value.canvas) for part in value.as_subclass(torch.Tensor).split(list(sizes))]
+        return [
+            with_canvas(part, value.canvas)
+            for part in value.as_subclass(torch.Tensor).split(list(sizes))
+        ]
 
-    register_split(Kept, split=split, join=lambda parts: with_canvas(torch.cat(list(parts)), parts[0].canvas))
+    register_split(
+        Kept, split=split, join=lambda parts: with_canvas(torch.cat(list(parts)), parts[0].canvas)
+    )
     value = with_canvas(torch.ones(5, 4), (8, 8))
     with parallel(area, TWO) as p:
         assert_close(p(value), area(value))
@@ -225,13 +248,20 @@ def test_all_keys_are_named_at_once():
     def target(batch, labels):
         return batch["x"] * labels[:, None] + batch["table"].sum() + batch["other"].sum()
 
-    batch = {"x": torch.randn(7, 2), "also": torch.ones(7), "table": torch.ones(4), "other": torch.ones(5)}
+    batch = {
+        "x": torch.randn(7, 2),
+        "also": torch.ones(7),
+        "table": torch.ones(4),
+        "other": torch.ones(5),
+    }
     message = refused(ShardError, target, batch, labels=torch.ones(7))
     cure = {"batch": {"table": None, "other": None}}
     assert cure in cures_of(message)
     with parallel(target, TWO, in_dims=cure) as p:
         assert_close(p(batch, labels=torch.ones(7)), target(batch, torch.ones(7)))
-    message = refused(ShardError, target, batch, options={"in_dims": {"labels": None}}, labels=torch.ones(1))
+    message = refused(
+        ShardError, target, batch, options={"in_dims": {"labels": None}}, labels=torch.ones(1)
+    )
     assert {"labels": None} | cure in cures_of(message)
 
 
@@ -241,7 +271,10 @@ def test_all_lists_are_named_at_once():
 
     x, names, flags = torch.ones(7), list("abcdefg"), [object()] * 7
     message = refused(ShardError, target, x, names, flags)
-    assert cures_of(message) == [{"names": "items", "flags": "items"}, {"names": None, "flags": None}]
+    assert cures_of(message) == [
+        {"names": "items", "flags": "items"},
+        {"names": None, "flags": None},
+    ]
     for cure, expected in zip(cures_of(message), ([8.0] * 4 + [6.0] * 3, [14.0] * 7), strict=True):
         with parallel(target, TWO, in_dims=cure) as p:
             assert p(x, names, flags).tolist() == expected
@@ -254,7 +287,9 @@ def test_masks_per_head():
     mask[:, :, 0] = False
 
     def target(x, mask):
-        return attention(x, x, x, attn_mask=mask.flatten(0, 1) if mask.ndim == 4 else mask, need_weights=False)[0]
+        return attention(
+            x, x, x, attn_mask=mask.flatten(0, 1) if mask.ndim == 4 else mask, need_weights=False
+        )[0]
 
     with torch.no_grad():
         plain = target(x, mask)
@@ -273,7 +308,10 @@ def test_offsets_into_another_argument():
     with torch.no_grad():
         plain = bag(indices, offsets)
         with parallel(bag, TWO) as p:
-            with pytest.raises(ShardError, match=r"offsets into another argument.*`map` of the block, or TupleParallel"):
+            with pytest.raises(
+                ShardError,
+                match=r"offsets into another argument.*`map` of the block, or TupleParallel",
+            ):
                 bag(indices, offsets)
             assert_close(next(p.map([(indices, offsets)])), plain)
         assert_close(TupleParallel(bag, TWO)((indices, indices), (offsets, offsets))[1], plain)
@@ -300,7 +338,10 @@ BUILT = {
 
 @pytest.mark.parametrize(("target", "declared"), BUILT.values(), ids=BUILT)
 def test_texts_that_are_equal_by_chance(target, declared):
-    """One positive row in each shard of 8 rows: "1 positive" twice is not "1 positive". `out_dims` declares equality."""
+    """One positive row in each shard of 8 rows: "1 positive" twice is not "1 positive".
+
+    `out_dims` declares equality.
+    """
     x = torch.tensor([[1.0], [0], [0], [0], [0], [1], [0], [0]])
     message = refused(GatherError, target, x)
     assert "None is for one value that is the same in every lane" in message

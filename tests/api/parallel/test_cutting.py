@@ -1,4 +1,6 @@
-"""How arguments are cut: which every lane gets whole, which are refused, and the sizes of shards."""
+"""How arguments are cut: which every lane gets whole, which are refused, and
+the sizes of shards.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,18 @@ from tests.helpers.same import assert_same
 from tests.helpers.shards import Output
 from tests.helpers.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")  # of small batches
+# Of small batches
+pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")
 TWO = ["cpu"] * 2
 ROWS = 9
 Color = enum.Enum("Color", "RED")
 
 
 class Spy:
-    """A target that returns its first argument plus 1, and keeps what each lane got. Lanes have copies of the target."""
+    """A target that returns its first argument plus 1, and keeps what each lane got.
+
+    Lanes have copies of the target.
+    """
 
     def __init__(self):
         type(self).seen = []
@@ -53,11 +59,47 @@ class Spy:
 
 
 WHOLE = [
-    *(3, 2.5, True, 1j, np.int64(2), decimal.Decimal("0.5"), fractions.Fraction(1, 2), None, ..., Color.RED, Color, int),
-    *("text", b"bytes", pathlib.Path("a/b"), re.compile("a"), slice(1, ROWS), torch.relu, types, uuid.UUID(int=1)),
-    *(dt.date(2026, 1, 1), dt.timedelta(1), torch.float32, torch.device("cpu"), torch.strided, torch.channels_last),
-    *(torch.finfo(), torch.Size((ROWS, 2)), torch.tensor(3.0), torch.zeros(1, 2), {"a": [1, "b"], "c": {"d": (2.0, None)}}),
-    *((), [], [1, 2], ["a"] * (ROWS - 1), dict.fromkeys("abcdefghi", 1)),  # of another length than the batch, or a dict
+    *(
+        3,
+        2.5,
+        True,
+        1j,
+        np.int64(2),
+        decimal.Decimal("0.5"),
+        fractions.Fraction(1, 2),
+        None,
+        ...,
+        Color.RED,
+        Color,
+        int,
+    ),
+    *(
+        "text",
+        b"bytes",
+        pathlib.Path("a/b"),
+        re.compile("a"),
+        slice(1, ROWS),
+        torch.relu,
+        types,
+        uuid.UUID(int=1),
+    ),
+    *(
+        dt.date(2026, 1, 1),
+        dt.timedelta(1),
+        torch.float32,
+        torch.device("cpu"),
+        torch.strided,
+        torch.channels_last,
+    ),
+    *(
+        torch.finfo(),
+        torch.Size((ROWS, 2)),
+        torch.tensor(3.0),
+        torch.zeros(1, 2),
+        {"a": [1, "b"], "c": {"d": (2.0, None)}},
+    ),
+    # Of another length than the batch, or a dict
+    *((), [], [1, 2], ["a"] * (ROWS - 1), dict.fromkeys("abcdefghi", 1)),
 ]
 
 
@@ -65,7 +107,10 @@ WHOLE = [
 def test_values_that_every_lane_gets(value):
     spy, x = Spy(), torch.arange(float(ROWS))
     with parallel(spy, TWO) as p:
-        for extra in (value, {"short": [(value, [value])], "output": Output(value, (value, value))}):
+        for extra in (
+            value,
+            {"short": [(value, [value])], "output": Output(value, (value, value))},
+        ):
             for call in (lambda extra=extra: p(x, extra), lambda extra=extra: p(x=x, extra=extra)):
                 assert_close(call(), x + 1)
                 sizes, found = spy.in_row_order()
@@ -85,14 +130,19 @@ OTHERS = {
     "short array": lambda: np.arange(3),
     "set": lambda: {1, 2},
     "object in a dict": lambda: {"a": {"b": Spy()}},
-    "tensor in an object": lambda: types.SimpleNamespace(held=[{"layer": SlottedBox((torch.zeros(ROWS),))}]),
+    "tensor in an object": lambda: types.SimpleNamespace(
+        held=[{"layer": SlottedBox((torch.zeros(ROWS),))}]
+    ),
 }
 """Values that cannot be one item per row, and that may have a state."""
 
 
 @pytest.mark.parametrize("name", [*ITEMS, *OTHERS])
 def test_other_values_are_refused(name):
-    """The error names the argument and the values of `in_dims`. With each of them, the call has the plain output."""
+    """The error names the argument and the values of `in_dims`.
+
+    With each of them, the call has the plain output.
+    """
     make, x, spy = {**ITEMS, **OTHERS}[name], torch.arange(float(ROWS)), Spy()
     with parallel(spy, TWO) as p:
         with pytest.raises(ShardError, match=r"^kwargs\[\"extra\"\]"):
@@ -132,7 +182,10 @@ class Lookup(nn.Module):
 
 @pytest.mark.parametrize("form", [lambda model: model, torch.jit.script], ids=["plain", "scripted"])
 def test_in_dims_of_any_argument(form):
-    """For a module, the names are parameters of forward. None gives the whole value to every lane."""
+    """For a module, the names are parameters of forward.
+
+    None gives the whole value to every lane.
+    """
     model, table, columns = form(Lookup()), torch.randn(5, 2), torch.randn(2, 7)
     ids = torch.tensor([0, 4, 2, 2, 1, 3, 0])
     plain = model(ids, table, columns)
@@ -156,20 +209,31 @@ def test_texts_without_tensors():
 class OnRows(nn.LSTM):
     def forward(self, rows, lengths):
         packed = rnn.pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
-        return rnn.pad_packed_sequence(super().forward(packed)[0], batch_first=True, total_length=rows.shape[1])[0]
+        return rnn.pad_packed_sequence(
+            super().forward(packed)[0], batch_first=True, total_length=rows.shape[1]
+        )[0]
 
 
 def test_packed_sequences_are_refused():
-    """They run whole in `map`. The cures of the errors work: forward packs rows, and returns rows."""
+    """They run whole in `map`.
+
+    The cures of the errors work: forward packs rows, and returns rows.
+    """
     rows, lengths = torch.randn(7, 5, 3), torch.tensor([1, 4, 2, 5, 3, 1, 4])
     packed = rnn.pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
     model, on_rows = nn.LSTM(3, 4), OnRows(3, 4, batch_first=True)
     with torch.no_grad(), parallel(model, TWO) as p:
-        with pytest.raises(ShardError, match="Pass padded rows and their lengths, and pack them in forward"):
+        with pytest.raises(
+            ShardError, match="Pass padded rows and their lengths, and pack them in forward"
+        ):
             model(packed)
         assert_same(next(p.map([packed])), nn.LSTM.forward(model, packed))
     block = parallel(lambda x: rnn.pack_sequence([*x]), TWO)
-    with torch.no_grad(), block as p, pytest.raises(GatherError, match=r"Return rnn\.pad_packed_sequence"):
+    with (
+        torch.no_grad(),
+        block as p,
+        pytest.raises(GatherError, match=r"Return rnn\.pad_packed_sequence"),
+    ):
         p(rows)
     with torch.no_grad():
         plain = on_rows(rows, lengths)
@@ -182,7 +246,9 @@ def minus_the_mean_of_the_clip(frames):
     return (clips - clips.mean(1, keepdim=True)).reshape(-1, 3)
 
 
-@pytest.mark.parametrize(("clips", "options", "per_lane"), [(0, {}, ()), (5, {}, (3, 2)), (2, {"out_dims": 0}, (1, 1))])
+@pytest.mark.parametrize(
+    ("clips", "options", "per_lane"), [(0, {}, ()), (5, {}, (3, 2)), (2, {"out_dims": 0}, (1, 1))]
+)
 def test_rows_of_a_unit_stay_together(clips, options, per_lane):
     frames = torch.randn(4 * clips, 3)
     with parallel(minus_the_mean_of_the_clip, TWO, unit=4, **options) as p:
@@ -190,9 +256,14 @@ def test_rows_of_a_unit_stay_together(clips, options, per_lane):
         assert p.stats().shards == tuple(4 * count for count in per_lane)
 
 
-@pytest.mark.parametrize("options", [{"out_dims": 0}, {"join": "list"}, {"out_dims": "ragged"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"out_dims": 0}, {"join": "list"}, {"out_dims": "ragged"}], ids=str
+)
 def test_declared_outputs_are_balanced(options):
-    with warnings.catch_warnings(action="error"), parallel(lambda x: (x, x + 1), ["cpu"] * 4, **options) as p:
+    with (
+        warnings.catch_warnings(action="error"),
+        parallel(lambda x: (x, x + 1), ["cpu"] * 4, **options) as p,
+    ):
         p(torch.zeros(8, 3))
         assert p.stats().shards == (2, 2, 2, 2)
         p(torch.zeros(2, 3))

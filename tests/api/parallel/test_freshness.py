@@ -1,4 +1,7 @@
-"""Replicas follow every change of the model. What forward writes is put back with one warning, kept, or refused."""
+"""Replicas follow every change of the model.
+
+What forward writes is put back with one warning, kept, or refused.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from tests.helpers.caller_warnings import warnings_of
 from tests.helpers.calling import Stateful
 from tests.helpers.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.filterwarnings("ignore:a model in eval mode is called with gradients:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:a model in eval mode is called with gradients:UserWarning"
+)
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
 
@@ -33,12 +38,19 @@ class Net(nn.Module):
         self.table, self.other, self.bonus = torch.ones(4), torch.ones(4), 1.0
         self.options, self.space, exponent = {"factor": 1.0}, SimpleNamespace(offset=0.0), 1.0
         self.power = lambda x: x**exponent
-        self.heads, self.tail.off = nn.ModuleDict({"old": nn.Identity(), "new": nn.Softsign()}), True
+        self.heads, self.tail.off = (
+            nn.ModuleDict({"old": nn.Identity(), "new": nn.Softsign()}),
+            True,
+        )
 
     def forward(self, x):
         y = self.dropout(self.linear(x)) * self.options.get("factor", 5.0) + self.shift
         y = self.heads["old"](y) + hasattr(self.tail, "on")
-        return self.power(self.tail(y) * self.table * self.other) + self.space.offset + getattr(self, "bonus", 0)
+        return (
+            self.power(self.tail(y) * self.table * self.other)
+            + self.space.offset
+            + getattr(self, "bonus", 0)
+        )
 
 
 CHANGES = {
@@ -54,19 +66,32 @@ CHANGES = {
     "resized buffer": lambda model: setattr(model, "shift", torch.ones(1)),
     "item of a dict": lambda model: model.options.update(factor=3.0),
     "key of a dict": lambda model: model.options.update(other=model.options.pop("factor")),
-    "names of submodules": lambda model: model.heads.update({"new": model.heads.pop("old"), "old": model.heads.pop("new")}),
-    "name of an attribute": lambda model: (setattr(model.tail, "on", True), delattr(model.tail, "off")),
+    "names of submodules": lambda model: model.heads.update(
+        {"new": model.heads.pop("old"), "old": model.heads.pop("new")}
+    ),
+    "name of an attribute": lambda model: (
+        setattr(model.tail, "on", True),
+        delattr(model.tail, "off"),
+    ),
     "attribute of an object": lambda model: setattr(model.space, "offset", 3.0),
-    "variable of a function": lambda model: setattr(model.power.__closure__[0], "cell_contents", 2.0),
+    "variable of a function": lambda model: setattr(
+        model.power.__closure__[0], "cell_contents", 2.0
+    ),
     "order": lambda model: model.tail._modules.update({"0": model.tail._modules.pop("0")}),
     "class": lambda model: setattr(model.tail[0], "__class__", nn.Sigmoid),
-    "two tensors that become one": lambda model: vars(model).update(dict.fromkeys(("table", "other"), torch.ones(4) * 3)),
+    "two tensors that become one": lambda model: vars(model).update(
+        dict.fromkeys(("table", "other"), torch.ones(4) * 3)
+    ),
     "deleted attribute": lambda model: delattr(model, "bonus"),
     "edited tensor": lambda model: model.table.mul_(3),
     "submodule": lambda model: setattr(model, "linear", nn.Linear(4, 4, bias=False)),
-    "patch": lambda model: setattr(model.linear, "forward", lambda x: x * model.linear.weight.sum()),
+    "patch": lambda model: setattr(
+        model.linear, "forward", lambda x: x * model.linear.weight.sum()
+    ),
     "hook": lambda model: model.linear.register_forward_hook(lambda module, args, out: out + 100),
-    "parametrization": lambda model: nn.utils.parametrize.register_parametrization(model.linear, "weight", nn.Tanh()),
+    "parametrization": lambda model: nn.utils.parametrize.register_parametrization(
+        model.linear, "weight", nn.Tanh()
+    ),
     "float64": lambda model: model.double(),
     "mode": lambda model: model.train(),
 }
@@ -112,7 +137,12 @@ def test_refresh_copies_again():
         model(x)
         model.running_mean.data.add_(1)
         p.refresh()
-        assert_close(model(x), nn.functional.batch_norm(x, model.running_mean, model.running_var, model.weight, model.bias))
+        assert_close(
+            model(x),
+            nn.functional.batch_norm(
+                x, model.running_mean, model.running_var, model.weight, model.bias
+            ),
+        )
 
 
 WAYS = {
@@ -123,12 +153,20 @@ WAYS = {
 
 
 class Writes(nn.Linear):
-    """Changes its own state in each forward, in the way that `write` does. Each forward must find the first state."""
+    """Changes its own state in each forward, in the way that `write` does.
+
+    Each forward must find the first state.
+    """
 
     def __init__(self, write):
         super().__init__(3, 3)
         self.write, self.table, self.slotted = write, {"a": 1}, SlottedBox("first")
-        self.steps, self.recent, self.kinds, self.space = ["first", "word"], deque([1, 2]), {"a"}, SimpleNamespace(count=0)
+        self.steps, self.recent, self.kinds, self.space = (
+            ["first", "word"],
+            deque([1, 2]),
+            {"a"},
+            SimpleNamespace(count=0),
+        )
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("scale", torch.ones(2))
         self.layer = layer = nn.ReLU()
@@ -145,7 +183,13 @@ class Writes(nn.Linear):
         return x + 1
 
     def state(self):
-        held = hasattr(self, "new"), self.out_features, self.table, getattr(self.slotted, "items", None), self.space.count
+        held = (
+            hasattr(self, "new"),
+            self.out_features,
+            self.table,
+            getattr(self.slotted, "items", None),
+            self.space.count,
+        )
         more = self.in_features, self.steps, [*self.recent], self.kinds, self.read() is self.layer
         return *held, *more, self.mean.item(), self.scale.tolist()
 
@@ -169,10 +213,18 @@ WRITES = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("places", [*([name] for name in WRITES), ["new", "steps", "mean", "scale"]], ids="-".join)
+@pytest.mark.parametrize(
+    "places", [*([name] for name in WRITES), ["new", "steps", "mean", "scale"]], ids="-".join
+)
 def test_writes_are_put_back(places, way):
-    """In evaluation, each call starts from the model's state, and the model keeps it. One warning names all places."""
-    model, x = Writes(lambda self: [WRITES[place](self) for place in places]).eval(), torch.zeros(9, 3)
+    """In evaluation, each call starts from the model's state, and the model keeps it.
+
+    One warning names all places.
+    """
+    model, x = (
+        Writes(lambda self: [WRITES[place](self) for place in places]).eval(),
+        torch.zeros(9, 3),
+    )
     before = {name: id(value) for name, value in vars(model).items()}
 
     def use():

@@ -1,4 +1,6 @@
-"""Outputs are handed over: no later call writes them, and closing a block ends nothing of others."""
+"""Outputs are handed over: no later call writes them, and closing a block ends
+nothing of others.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,8 @@ def new_object_around(model, x):
 
 
 OUTPUTS = {each.__name__: each for each in (
-    own_dict, own_list, own_dataclass, own_inside, own_buffer, view_of_buffer, own_array, own_object, new_object_around,
+    own_dict, own_list, own_dataclass, own_inside, own_buffer, view_of_buffer, own_array,
+    own_object, new_object_around,
 )}  # fmt: skip
 
 
@@ -97,7 +100,13 @@ def values(output):
 
 def stateful(run):
     return Stateful(
-        run, {"table": torch.zeros(3, 2)}, found={}, items=[], data=Found(), array=np.zeros((3, 2)), holder=Holder({})
+        run,
+        {"table": torch.zeros(3, 2)},
+        found={},
+        items=[],
+        data=Found(),
+        array=np.zeros((3, 2)),
+        holder=Holder({}),
     )
 
 
@@ -106,7 +115,10 @@ def stateful(run):
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_kept_outputs_of_streams(name, workers):
-    """`map` and `submit`. All outputs are kept until the last batch has run, and the block is closed."""
+    """`map` and `submit`.
+
+    All outputs are kept until the last batch has run, and the block is closed.
+    """
     plain = stateful(OUTPUTS[name]).eval()
     expected = [copy.deepcopy(values(plain(x))) for x in BATCHES]
     with parallel(stateful(OUTPUTS[name]).eval(), TWO, workers=workers) as p:
@@ -139,7 +151,9 @@ def test_kept_outputs_of_cut_calls():
 def test_parts_of_the_model_are_its_own():
     """A parameter is the model's own object, a buffer is copied, and a layer is refused."""
     weight = nn.Parameter(torch.ones(2))
-    model = Stateful(lambda self, x: (self.weight, self.table, x), {"table": torch.ones(2)}, weight=weight)
+    model = Stateful(
+        lambda self, x: (self.weight, self.table, x), {"table": torch.ones(2)}, weight=weight
+    )
     with parallel(model.eval(), TWO) as p:
         for found, table, _ in (model(torch.ones(9, 2)), p.submit(torch.ones(9, 2)).result()):
             assert found is weight
@@ -204,12 +218,16 @@ class ReturnsItself(Holder):
 
 @torch.no_grad()
 def test_objects_of_the_process_stay_whole():
-    """Types in the cache of typing, flyweights, and an object whose copy is itself. Calls do not write them either."""
+    """Types in the cache of typing, flyweights, and an object whose copy is itself.
+
+    Calls do not write them either.
+    """
     itself = ReturnsItself({"rows": torch.ones(2)})
     optional = typing.Optional.__getitem__
     held = {"own": itself, "kind": optional(torch.Tensor), "fly": Flyweight("a")}
     model = Stateful(lambda self, x: x + self.own.table["rows"], {}, **held)
-    others = [optional(type(f"T{i}", (), {})) for i in range(200)]  # typing keeps the last 128 in a cache
+    # Typing keeps the last 128 in a cache
+    others = [optional(type(f"T{i}", (), {})) for i in range(200)]
     for _ in range(2):
         with parallel(model.eval(), TWO, out_dims=0) as p:
             assert_close(model(torch.ones(9, 2)), torch.full((9, 2), 2.0))
@@ -217,7 +235,9 @@ def test_objects_of_the_process_stay_whole():
             assert_close([*p.map(BATCHES[:2])], [x + 1 for x in BATCHES[:2]])
     assert optional(torch.Tensor).__args__ == (torch.Tensor, type(None))
     assert len(others) == 200
-    assert [each.table["rows"].tolist() for each in Flyweight.known.values()] == [[1, 1]] * len(Flyweight.known)
+    assert [each.table["rows"].tolist() for each in Flyweight.known.values()] == [[1, 1]] * len(
+        Flyweight.known
+    )
     assert itself.table["rows"].tolist() == [1, 1]
 
 
@@ -232,5 +252,8 @@ def test_a_module_that_lanes_would_share():
             made.weight, made.bias = self.weight, self.bias
             return made
 
-    with parallel(nn.Sequential(Cached(2, 2)), TWO, out_dims=0) as p, pytest.raises(ReplicaError, match="one module"):
+    with (
+        parallel(nn.Sequential(Cached(2, 2)), TWO, out_dims=0) as p,
+        pytest.raises(ReplicaError, match="one module"),
+    ):
         p(torch.ones(9, 2))

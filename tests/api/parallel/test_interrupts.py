@@ -16,7 +16,8 @@ from tests.helpers.waiting import PATIENCE_S
 
 X = torch.randn(9, 4)
 THREE = ["cpu"] * 3
-STEP = 23  # of the moments, so that a test takes a second; `make test-long` tries each third of them
+# Of the moments, so that a test takes a second; `make test-long` tries each third of them
+STEP = 23
 
 
 class Writes(nn.Linear):
@@ -58,7 +59,9 @@ def check_calls(kind, step):
             assert here.lane is None, moment
             assert not torch.is_grad_enabled(), moment
             found = another.submit(torch.no_grad()(model), X).result(PATIENCE_S)
-            assert_close([found, model(X), p.submit(X).result(PATIENCE_S)], [expected] * 3, msg=moment)
+            assert_close(
+                [found, model(X), p.submit(X).result(PATIENCE_S)], [expected] * 3, msg=moment
+            )
     assert "forward" not in vars(model)
 
 

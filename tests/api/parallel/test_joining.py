@@ -13,7 +13,8 @@ from parawrap import GatherError, parallel
 from tests.helpers.calling import Stateful
 from tests.helpers.same import assert_same
 
-pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")  # of small batches
+# Of small batches
+pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
 ROWS = (2, 3, 4, 5, 6, 8, 9, 12)
@@ -110,8 +111,12 @@ def test_hidden_states(kind, layers):
     model, make = kind(3, 2, layers, batch_first=True), lambda rows: torch.randn(rows, 5, 3)
     with torch.no_grad():
         assert_refused(model, make)
-        assert_joined(model, make, rows=(2, 5, 9), out_dims=(0, (1, 1)) if kind is nn.LSTM else (0, 1))
-        assert_joined(kind(3, 2, layers), lambda rows: torch.randn(5, rows, 3), rows=(2, 9), dim=1, out_dims=1)
+        assert_joined(
+            model, make, rows=(2, 5, 9), out_dims=(0, (1, 1)) if kind is nn.LSTM else (0, 1)
+        )
+        assert_joined(
+            kind(3, 2, layers), lambda rows: torch.randn(5, rows, 3), rows=(2, 9), dim=1, out_dims=1
+        )
 
 
 def test_masked_arrays():
@@ -135,7 +140,9 @@ def test_join_list():
     """Lists are in lane order, for batches of any size."""
     with parallel(lambda x: torch.zeros(len(x), len(x)), THREE, join="list") as p:
         for rows, sizes in ((7, [3, 2, 2]), (1, [1]), (0, [0])):
-            assert [tuple(output.shape) for output in p(torch.zeros(rows, 2))] == [(size, size) for size in sizes]
+            assert [tuple(output.shape) for output in p(torch.zeros(rows, 2))] == [
+                (size, size) for size in sizes
+            ]
 
 
 @pytest.mark.parametrize("other", [torch.ones(9, 1), [torch.ones(9, 1)], deque([1], maxlen=3)])

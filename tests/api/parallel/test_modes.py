@@ -1,4 +1,6 @@
-"""The caller's modes apply in the lanes, and random numbers can be repeated; else a warning says so."""
+"""The caller's modes apply in the lanes, and random numbers can be repeated; else a warning says
+so.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from tests.helpers.caller_warnings import warnings_of
 from tests.helpers.calling import Calls
 from tests.helpers.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")  # of small batches
+# Of small batches
+pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
 FOUR = ["cpu"] * 4
@@ -43,7 +46,11 @@ def test_every_lane_has_the_callers_context():
         return x
 
     with parallel(target, THREE, out_dims=0) as p:
-        for mode, device in ((torch.device("meta"), "meta"), (torch.autocast("cpu"), "cpu"), (nullcontext(), "cpu")):
+        for mode, device in (
+            (torch.device("meta"), "meta"),
+            (torch.autocast("cpu"), "cpu"),
+            (nullcontext(), "cpu"),
+        ):
             seen.clear()
             with mode:
                 p(x)
@@ -57,7 +64,10 @@ def test_every_lane_has_the_callers_context():
 
 
 def test_training_under_autocast():
-    """The dtype, the values, and the gradients are the plain ones. Lanes cast weights again after they changed."""
+    """The dtype, the values, and the gradients are the plain ones.
+
+    Lanes cast weights again after they changed.
+    """
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(7, 8)
 
     def step():
@@ -79,7 +89,9 @@ def test_training_under_autocast():
 
 
 def test_the_profiler_records_the_lanes():
-    """A profiler records the operators of all lanes, also if earlier calls of the block had none."""
+    """A profiler records the operators of all lanes, also if earlier calls of
+    the block had none.
+    """
     model, x = nn.Linear(4, 4), torch.randn(10, 4)
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     with parallel(model, THREE):
@@ -92,13 +104,20 @@ def test_the_profiler_records_the_lanes():
 
 
 def test_dispatch_modes_see_whole_calls():
-    """A FLOP counter counts as in the plain call, also in `submit` and `map`, whose futures get the errors."""
+    """A FLOP counter counts as in the plain call, also in `submit` and `map`, whose futures get the
+    errors.
+    """
     model, x = nn.Linear(4, 4), torch.randn(10, 4)
     with FlopCounterMode(display=False) as plain:
         model(x)
     with torch.no_grad(), parallel(model, THREE) as p:
         with FlopCounterMode(display=False) as counted:
-            outputs = [model(x), p.submit(x).result(), next(p.map([x])), next(p.map([-x], prepare=torch.neg))]
+            outputs = [
+                model(x),
+                p.submit(x).result(),
+                next(p.map([x])),
+                next(p.map([-x], prepare=torch.neg)),
+            ]
             assert isinstance(p.submit(x.T).exception(), RuntimeError)
         assert p.stats().plain == 4
     assert counted.get_total_flops() == 4 * plain.get_total_flops() > 0
@@ -109,7 +128,11 @@ def test_tracing_and_export_are_plain():
     model, x = nn.Sequential(nn.Linear(4, 2), nn.ReLU()), torch.randn(10, 4)
     with parallel(model, THREE), parallel(model[0], THREE):
         traced = torch.jit.trace(model, x)
-        programs = [traced, torch.fx.symbolic_trace(model), torch.export.export(model, (x,)).module()]
+        programs = [
+            traced,
+            torch.fx.symbolic_trace(model),
+            torch.export.export(model, (x,)).module(),
+        ]
     assert "split" not in str(traced.graph)
     for program in programs:
         assert_close(program(x), model(x))
@@ -195,7 +218,11 @@ def test_simultaneous_draws_warn_once():
     (message,) = messages_of(nn.Dropout(0.5), torch.no_grad)
     assert "drew from it at the same time, so a seed does not reproduce this call" in message
     assert "With torch.use_deterministic_algorithms(True), lanes run one after another" in message
-    assert messages_of(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))) == messages_of(torch.tanh) == []
+    assert (
+        messages_of(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)))
+        == messages_of(torch.tanh)
+        == []
+    )
 
 
 def test_eval_with_gradients_warns_once():
@@ -205,5 +232,10 @@ def test_eval_with_gradients_warns_once():
     assert message.startswith("a model in eval mode is called with gradients enabled")
     assert "inside torch.inference_mode()" in message
     assert messages_of(model, torch.no_grad) == messages_of(model, torch.inference_mode) == []
-    for target in (nn.Linear(3, 2), nn.Sequential(model), nn.Tanh().eval(), model.requires_grad_(requires_grad=False)):
+    for target in (
+        nn.Linear(3, 2),
+        nn.Sequential(model),
+        nn.Tanh().eval(),
+        model.requires_grad_(requires_grad=False),
+    ):
         assert messages_of(target) == []

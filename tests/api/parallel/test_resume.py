@@ -68,7 +68,9 @@ def test_a_second_run_computes_nothing(tmp_path):
         assert [next(stream)[0].item() for _ in range(4)] == [0, 2, 4, 6]
         stream.close()
     for count in (9, 9, 11):
-        assert sorted(run(tmp_path, batches(count), ordered=False)) == [2 * index for index in range(count)]
+        assert sorted(run(tmp_path, batches(count), ordered=False)) == [
+            2 * index for index in range(count)
+        ]
     assert [computed[index] for index in (0, 1, 2, 3, 9, 10)] == [1] * 6
     assert sum(computed.values()) <= 12  # the stream may have read one batch ahead
 
@@ -83,7 +85,9 @@ def test_a_failed_batch_runs_again(tmp_path):
         return x * 2
 
     with torch.no_grad(), parallel(once, TWO) as p:
-        assert isinstance(list(p.map(batches(3), resume=tmp_path, return_exceptions=True))[1], ValueError)
+        assert isinstance(
+            list(p.map(batches(3), resume=tmp_path, return_exceptions=True))[1], ValueError
+        )
         assert [output[0].item() for output in p.map(batches(3), resume=tmp_path)] == [0, 2, 4]
 
 
@@ -100,7 +104,9 @@ def test_outputs_of_any_kind_come_back(tmp_path):
     for _ in range(2):
         with torch.no_grad(), parallel(lambda x: outputs[int(x[0])], TWO) as p:
             found = list(p.map(batches(len(outputs)), resume=tmp_path))
-        assert [(type(each), repr(each)) for each in found] == [(type(each), repr(each)) for each in outputs]
+        assert [(type(each), repr(each)) for each in found] == [
+            (type(each), repr(each)) for each in outputs
+        ]
         assert found[2].logits.mark == "a"
     assert p.stats().calls == 0
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 30_000
@@ -121,16 +127,22 @@ def test_a_source_that_changed(tmp_path):
     outputs = []
     with torch.no_grad(), parallel(Counting(), TWO) as p:
         stream = p.map([first, *others[1:]], resume=tmp_path, return_exceptions=True)
-        with pytest.raises(ResumeError, match=r"batch 1 is not the batch that .*seed its shuffling"):
+        with pytest.raises(
+            ResumeError, match=r"batch 1 is not the batch that .*seed its shuffling"
+        ):
             outputs.extend(stream)
     assert len(outputs) == 1
-    with pytest.raises(ResumeError, match=r"ended after 3 batches, but .* holds the output of batch 4"):
+    with pytest.raises(
+        ResumeError, match=r"ended after 3 batches, but .* holds the output of batch 4"
+    ):
         run(tmp_path, batches(3))
 
 
 def test_another_target_is_refused(tmp_path):
     run(tmp_path, batches(1))
-    with pytest.raises(ResumeError, match=r"an output of .*\.Counting\.forward, not of partial of .*mul"):
+    with pytest.raises(
+        ResumeError, match=r"an output of .*\.Counting\.forward, not of partial of .*mul"
+    ):
         run(tmp_path, batches(1), partial(torch.mul, torch.ones(1)))
 
 
@@ -139,7 +151,9 @@ def test_a_key_is_compared(tmp_path):
     options = {"key": lambda batch: batch[0], "chunksize": 2, "prepare": lambda batch: batch}
     with torch.no_grad(), parallel(lambda name, x: x, TWO) as p:
         for shift in range(2):
-            source = [(f"file {number}", torch.full((1,), float(number + shift))) for number in range(4)]
+            source = [
+                (f"file {number}", torch.full((1,), float(number + shift))) for number in range(4)
+            ]
             assert [output.item() for output in p.map(source, resume=tmp_path, **options)] == [
                 0,
                 1,
@@ -157,7 +171,9 @@ def test_the_folder_may_hold_other_files(tmp_path, monkeypatch):
     (file := tmp_path / "thesis.txt").write_text("mine")
     for _ in range(2):
         assert run("~", batches(2)) == [0, 2]
-    with pytest.raises(ResumeError, match=r"thesis\.txt.* cannot be used: .*Give the path of a folder"):
+    with pytest.raises(
+        ResumeError, match=r"thesis\.txt.* cannot be used: .*Give the path of a folder"
+    ):
         run(file, batches(2))
     assert file.read_text() == "mine"
     assert torch.load(tmp_path / "000000001.output", weights_only=False)["output"].tolist() == [
@@ -170,7 +186,9 @@ def test_files_that_cannot_be_loaded(tmp_path):
     """The error names the file. Once it is deleted, its batch runs again."""
     run(tmp_path, batches(3))
     (file := tmp_path / "000000001.output").write_bytes(b"")
-    with pytest.raises(ResumeError, match=r"000000001\.output cannot be loaded: .*Or delete the file"):
+    with pytest.raises(
+        ResumeError, match=r"000000001\.output cannot be loaded: .*Or delete the file"
+    ):
         run(tmp_path, batches(3))
     file.unlink()
     assert run(tmp_path, batches(3)) == [0, 2, 4]
@@ -280,7 +298,9 @@ def test_outputs_of_another_model_are_refused(tmp_path, other):
     assert run(tmp_path, batches(2), model) == [0, 2]
     assert run(tmp_path, batches(2), Scaled().eval()) == [0, 2]
     what = "training flags" if "flag" in other else "weights"
-    with pytest.raises(ResumeError, match=rf"with other {what} of .*another folder.*check_model=False"):
+    with pytest.raises(
+        ResumeError, match=rf"with other {what} of .*another folder.*check_model=False"
+    ):
         run(tmp_path, batches(2), changed)
     assert run(tmp_path, batches(3), changed, check_model=False) == [0, 2, 4]
     assert run(tmp_path / "other", batches(2), changed) == [0, 2]
@@ -403,7 +423,9 @@ def test_folders_without_a_fingerprint(tmp_path):
         saved = torch.load(file, weights_only=False)
         del saved["model"]
         torch.save(saved, file)
-    with pytest.raises(ResumeError, match=r"does not say which weights .*another folder.*check_model"):
+    with pytest.raises(
+        ResumeError, match=r"does not say which weights .*another folder.*check_model"
+    ):
         run(tmp_path, batches(2))
     assert run(tmp_path, batches(2), check_model=False) == [0, 2]
     with parallel(Counting(), TWO) as p, pytest.raises(ShardError, match="without resume="):
@@ -442,7 +464,10 @@ def test_files_of_another_user_are_refused(tmp_path, monkeypatch):
 
 
 def test_leftovers_of_killed_runs_are_removed(tmp_path):
-    """Files of killed runs are removed. Those of a process that runs, and files of the user, stay."""
+    """Files of killed runs are removed.
+
+    Those of a process that runs, and files of the user, stay.
+    """
     names = [uuid.uuid4().hex for _ in range(2)]
     left, used = (tmp_path / f"{name}.unfinished" for name in names)
     own = tmp_path / "thesis.unfinished"
@@ -550,4 +575,8 @@ def test_other_batches_need_a_key(tmp_path, kind):
             ResumeError,
             match=r"^the key of batch 0 cannot be pickled: .*lock.* a string or a number",
         ):
-            list(p.map([(batch,)], resume=tmp_path / "other", key=lambda _: threading.Lock(), **options))
+            list(
+                p.map(
+                    [(batch,)], resume=tmp_path / "other", key=lambda _: threading.Lock(), **options
+                )
+            )

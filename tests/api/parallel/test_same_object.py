@@ -1,4 +1,6 @@
-"""Inside a block the same model object is parallel, also compiled; after the block it is what it was."""
+"""Inside a block the same model object is parallel, also compiled; after the block it is what it
+was.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,17 @@ from torch.testing import assert_close
 
 from parawrap import Parallel, SessionError, parallel
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which the compiler reads after a break
+# Which the compiler reads after a break
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
 
 
 class Net(nn.Module):
-    """A model with a buffer, a plain attribute, and a second method. It counts the rows of each call."""
+    """A model with a buffer, a plain attribute, and a second method.
+
+    It counts the rows of each call.
+    """
 
     def __init__(self):
         super().__init__()
@@ -44,20 +50,27 @@ class Net(nn.Module):
 
 def state_of(module):
     """Return the class of every module, and the identity of each value in its `vars`."""
-    return [(type(part), {key: id(value) for key, value in vars(part).items()}) for part in module.modules()]
+    return [
+        (type(part), {key: id(value) for key, value in vars(part).items()})
+        for part in module.modules()
+    ]
 
 
 @pytest.mark.parametrize("columns", [4, 5], ids=["after a call", "after an error"])
 def test_the_model_is_unchanged(columns):
     model = Net()
     before = state_of(model)
-    with pytest.raises(RuntimeError) if columns == 5 else contextlib.nullcontext(), parallel(model, THREE):
+    with (
+        pytest.raises(RuntimeError) if columns == 5 else contextlib.nullcontext(),
+        parallel(model, THREE),
+    ):
         model(torch.randn(7, columns))
     assert state_of(model) == before
 
 
 def test_the_model_inside_the_block():
-    """The type, the state_dict, the names of parameters, the `vars`, and the methods' signatures are those of the model.
+    """The type, the state_dict, the names of parameters, the `vars`, and the methods' signatures
+    are those of the model.
 
     Copies of its `vars` are plain dicts.
     """
@@ -69,8 +82,14 @@ def test_the_model_inside_the_block():
         model(torch.randn(5, 4))
         assert isinstance(p, Parallel)
         assert type(model) is Net
-        assert (list(model.state_dict()), [name for name, _ in model.named_parameters()]) == (keys, names)
-        assert (inspect.signature(model.generate), model.generate.__name__) == (signature, "generate")
+        assert (list(model.state_dict()), [name for name, _ in model.named_parameters()]) == (
+            keys,
+            names,
+        )
+        assert (inspect.signature(model.generate), model.generate.__name__) == (
+            signature,
+            "generate",
+        )
         assert (model.forward.__self__, model.forward.__func__) == (model, Net.forward)
         own = vars(model)
         assert ([*own], [*own.items()], own["training"]) == ([*plain], [*plain.items()], True)
@@ -80,7 +99,10 @@ def test_the_model_inside_the_block():
 
 
 def test_a_forward_on_the_instance():
-    """One that is set before the block is parallel and restored. One that is set inside, or between two blocks, stays."""
+    """One that is set before the block is parallel and restored.
+
+    One that is set inside, or between two blocks, stays.
+    """
     model, x = Net(), torch.randn(7, 4)
     own = model.forward = types.MethodType(lambda self, x: self.linear(x) - 1, model)
     plain = model(x)
@@ -98,7 +120,10 @@ def test_a_forward_on_the_instance():
 
 
 def test_every_reference_is_parallel():
-    """A submodule elsewhere is, too. `model.forward` of before the block works inside it, and of inside after it."""
+    """A submodule elsewhere is, too.
+
+    `model.forward` of before the block works inside it, and of inside after it.
+    """
     model, x = Net(), torch.randn(7, 4)
     outer, before, plain = nn.Sequential(model, nn.Identity()), model.forward, model(x)
     model.seen.clear()
@@ -128,11 +153,16 @@ def test_methods_are_parallel_by_name():
 
 
 def test_root_hooks_see_the_whole_batch():
-    """They run in the caller's thread, and their return values are used. Hooks of submodules run in the lanes."""
+    """They run in the caller's thread, and their return values are used.
+
+    Hooks of submodules run in the lanes.
+    """
     model, seen, rows = Net(), [], []
     model.linear.register_forward_hook(lambda m, args, out: rows.append(len(out)))
     model.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
-    model.register_forward_hook(lambda m, args, out: seen.append((len(out), threading.get_ident(), m is model)))
+    model.register_forward_hook(
+        lambda m, args, out: seen.append((len(out), threading.get_ident(), m is model))
+    )
     model.register_forward_hook(lambda m, args, out: (out, out))
     model.register_full_backward_hook(lambda m, gi, go: seen.append(len(go[0])))
     x = torch.randn(7, 4, requires_grad=True)
@@ -148,7 +178,9 @@ def test_root_hooks_see_the_whole_batch():
 
 
 @pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+    "duplicate",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deepcopy", "pickle"],
 )
 def test_copies_are_plain_models(duplicate):
     """They have their own parameters, no parallel `forward`, and can have their own block."""
@@ -189,7 +221,9 @@ def test_a_decorated_function():
 @torch.no_grad()
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_a_closed_block(workers):
-    """It is refused, and can be entered again. close() may be called at any time and more than once."""
+    """It is refused, and can be entered again. close() may be called at any time and more than
+    once.
+    """
     model, x = nn.Linear(4, 3), torch.ones(5, 4)
     p = parallel(model, TWO, workers=workers)
     p.close()
@@ -201,17 +235,28 @@ def test_a_closed_block(workers):
             p.close()
             p.close()
             assert "forward" not in vars(model)
-        for use in (lambda: p(x), lambda: p.submit(x), lambda: list(p.map([x])), lambda: p.trace("t.json")):
-            with pytest.raises(SessionError, match=r"is closed\. Use it inside its `with` block, or make a new one"):
+        for use in (
+            lambda: p(x),
+            lambda: p.submit(x),
+            lambda: list(p.map([x])),
+            lambda: p.trace("t.json"),
+        ):
+            with pytest.raises(
+                SessionError, match=r"is closed\. Use it inside its `with` block, or make a new one"
+            ):
                 use()
 
 
 compiled = partial(torch.compile, backend="eager")
 
 
-@pytest.mark.parametrize("form", [compiled, torch.jit.script, lambda layer: nn.Sequential(compiled(layer), nn.ReLU())])
+@pytest.mark.parametrize(
+    "form", [compiled, torch.jit.script, lambda layer: nn.Sequential(compiled(layer), nn.ReLU())]
+)
 def test_compiled_models_are_parallel(form):
-    """Outputs and gradients are the plain ones, and the `vars` hold the same objects after the block."""
+    """Outputs and gradients are the plain ones, and the `vars` hold the same objects after the
+    block.
+    """
     model, x = form(nn.Linear(4, 3)), torch.randn(7, 4, requires_grad=True)
 
     def outcome():
@@ -230,7 +275,10 @@ def test_compiled_models_are_parallel(form):
 
 
 def test_a_compiled_function_around():
-    """It has the plain output before, inside, and after the block. Inside, the call is part of the graph."""
+    """It has the plain output before, inside, and after the block.
+
+    Inside, the call is part of the graph.
+    """
     model, x = nn.Linear(4, 3), torch.randn(7, 4)
     plain = model(x) + 1
     function = compiled(lambda x: model(x) + 1)

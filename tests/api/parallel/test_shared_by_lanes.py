@@ -1,4 +1,6 @@
-"""What lanes share, and what they must not: gradients, objects of the user's, contexts, and odd classes."""
+"""What lanes share, and what they must not: gradients, objects of the user's, contexts, and odd
+classes.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class Scores(nn.Linear):
 @torch.no_grad()
 @pytest.mark.parametrize("how", ["backward", "grad", "freeze"])
 def test_gradients_inside_forward(how):
-    """Lanes share gradients and flags of parameters, so code that writes them runs in turns, also in streams."""
+    """Lanes share gradients and flags of parameters, so code that writes them runs in turns, also
+    in streams.
+    """
     net = Scores(how)
     expected = net(X)
     with parallel(net, THREE, out_dims=0) as p:
@@ -142,13 +146,17 @@ def test_a_global_object_that_layers_write():
 
 @torch.no_grad()
 def test_attributes_with_names_of_hooks():
-    """An attribute `h` beside parameters `h_v` and `h_orig` is no weight norm, and has its warning."""
+    """An attribute `h` beside parameters `h_v` and `h_orig` is no weight norm,
+    and has its warning.
+    """
 
     def run(model, x):
         model.h = x * 2
         return model.h
 
-    model = Stateful(run, {}, h=None, h_v=nn.Parameter(torch.ones(1)), h_orig=nn.Parameter(torch.ones(1)))
+    model = Stateful(
+        run, {}, h=None, h_v=nn.Parameter(torch.ones(1)), h_orig=nn.Parameter(torch.ones(1))
+    )
 
     def use():
         with parallel(model.eval(), THREE, out_dims=0) as p:
@@ -198,8 +206,15 @@ def _doubled(layer, x):
 def test_weights_written_for_good(way, workers):
     """A write through .data is refused in streams and in workers as in calls."""
     net = Stateful(lambda model, x: _doubled(model.layer, x), {}, layer=nn.Linear(8, 8))
-    with parallel(net.eval(), THREE, out_dims=0, workers=workers) as p, pytest.raises(ReplicaError, match="was written"):
-        {"call": lambda: net(X), "map": lambda: [*p.map([X, X])], "submit": lambda: p.submit(X).result()}[way]()
+    with (
+        parallel(net.eval(), THREE, out_dims=0, workers=workers) as p,
+        pytest.raises(ReplicaError, match="was written"),
+    ):
+        {
+            "call": lambda: net(X),
+            "map": lambda: [*p.map([X, X])],
+            "submit": lambda: p.submit(X).result(),
+        }[way]()
 
 
 class Namespace(dict):
@@ -257,7 +272,10 @@ class Copies(nn.Linear):
         made = Copies.__new__(Copies)
         memo[id(self)] = made
         nn.Module.__init__(made)
-        made.weight, made.bias = memo.get(id(self.weight), self.weight), memo.get(id(self.bias), self.bias)
+        made.weight, made.bias = (
+            memo.get(id(self.weight), self.weight),
+            memo.get(id(self.bias), self.bias),
+        )
         made.table, made.extra = self.table.clone(), torch.zeros(8)
         return made
 
@@ -296,8 +314,13 @@ VARIABLE = contextvars.ContextVar("VARIABLE", default="outside")
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_context_variables_stay_in_the_call(grad):
-    """Those that forward sets, also in the part that the caller runs. A plain call is the plain call."""
-    net = Stateful(lambda model, x: (VARIABLE.set("inside"), x * model.w)[1], {}, w=nn.Parameter(torch.ones(8)))
+    """Those that forward sets, also in the part that the caller runs.
+
+    A plain call is the plain call.
+    """
+    net = Stateful(
+        lambda model, x: (VARIABLE.set("inside"), x * model.w)[1], {}, w=nn.Parameter(torch.ones(8))
+    )
     with torch.set_grad_enabled(grad), parallel(net, THREE, out_dims=0):
         net(X)
         assert VARIABLE.get() == "outside"

@@ -1,4 +1,6 @@
-"""What forward writes: put back with one warning, given back from lane 0 in training mode, in turns, or refused."""
+"""What forward writes: put back with one warning, given back from lane 0 in training mode, in
+turns, or refused.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,10 @@ def test_training_keeps_lane_0(grad):
 
 
 def test_training_puts_back_others():
-    """Buffers that forward assigns, and attributes, though all lanes wrote the same. A loss is as any other tensor."""
+    """Buffers that forward assigns, and attributes, though all lanes wrote the same.
+
+    A loss is as any other tensor.
+    """
 
     def run(self, x):
         self.count += len(x)
@@ -110,7 +115,10 @@ def average(self, x):
 
 @torch.no_grad()
 def test_training_refuses_halves():
-    """A module writes a buffer in place and an attribute. The cure is to make the attribute a buffer."""
+    """A module writes a buffer in place and an attribute.
+
+    The cure is to make the attribute a buffer.
+    """
     layer, x = Stateful(average, {"total": torch.zeros(())}, rows=0), torch.arange(8.0)[:, None]
     with parallel(model := nn.Sequential(layer), TWO, out_dims=0):
         for _ in range(2):
@@ -149,11 +157,15 @@ def test_rope_tables_stay_whole(train):
 
 
 def test_activations_for_backward():
-    """A forward hook keeps the input on its layer for a backward hook, as K-FAC and per-sample gradients do."""
+    """A forward hook keeps the input on its layer for a backward hook, as K-FAC and per-sample
+    gradients do.
+    """
     model, found = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), []
     x = torch.randn(8, 2, requires_grad=True)
     for index in (0, 2):
-        model[index].register_forward_hook(lambda module, args, out: setattr(module, "activations", args[0].detach()))
+        model[index].register_forward_hook(
+            lambda module, args, out: setattr(module, "activations", args[0].detach())
+        )
         model[index].register_full_backward_hook(
             lambda module, into, out: found.append((module.in_features, module.activations, out[0]))
         )
@@ -162,7 +174,10 @@ def test_activations_for_backward():
         found.clear()
         model.zero_grad()
         (model(x) * x[:, :1].detach()).sum().backward()
-        rows = {width: [a[..., None] * g[:, None] for size, a, g in found if size == width] for width in (2, 3)}
+        rows = {
+            width: [a[..., None] * g[:, None] for size, a, g in found if size == width]
+            for width in (2, 3)
+        }
         return [torch.cat(each).sum(0).T for each in rows.values()], model[0].weight.grad
 
     plain = per_sample()
@@ -203,7 +218,11 @@ class SlowModel(nn.Module, Slow):
 def test_lanes_copy_prepare(kind):
     """A method of the model is the replica's."""
     model = SlowModel()
-    prepare = {"object": Slow(), "its method": Slow().__call__, "method of the model": model.prepare}[kind]
+    prepare = {
+        "object": Slow(),
+        "its method": Slow().__call__,
+        "method of the model": model.prepare,
+    }[kind]
     with parallel(model, TWO) as p:
         outputs = list(p.map([torch.full((1,), float(i)) for i in range(60)], prepare=prepare))
     assert [output.item() for output in outputs] == [4.0 * i for i in range(60)]
@@ -231,7 +250,9 @@ def test_plain_calls_take_turns_over_workers():
 
     with parallel(model, TWO, workers="process") as p, ThreadPoolExecutor(4) as threads:
         found = threads.map(call, range(4))
-        whole = [output.item() for output in p.map([torch.full((1, 1), float(i)) for i in range(20)])]
+        whole = [
+            output.item() for output in p.map([torch.full((1, 1), float(i)) for i in range(20)])
+        ]
         assert list(found) == [[2.0 * index] * 10 for index in range(4)]
     assert whole == [2.0 * i for i in range(20)]
 
@@ -290,7 +311,9 @@ def test_weak_proxies_are_shared():
 
 
 class Rebuilt(nn.Module):
-    """A module whose ``__deepcopy__`` makes one of its modules anew, as feature graphs of torchvision do."""
+    """A module whose ``__deepcopy__`` makes one of its modules anew, as feature graphs of
+    torchvision do.
+    """
 
     def __init__(self, layer):
         super().__init__()
@@ -323,7 +346,9 @@ def writing(write):
 
 DISCRIMINATORS = {
     "batch norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
-    "instance norm": lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True)),
+    "instance norm": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True)
+    ),
     "spectral norm": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4))),
     "in place": lambda: writing(lambda self: self.steps.add_(1)),
     "assigned": lambda: writing(lambda self: setattr(self, "scale", self.scale.clone())),
@@ -337,8 +362,13 @@ def test_two_forwards_one_backward(name):
     does, and the model keeps what lane 0 writes in place.
     """
     model = DISCRIMINATORS[name]().double()
-    copies, xs = [copy.deepcopy(model) for _ in TWO], torch.randn(2, 8, 4, dtype=torch.float64, requires_grad=True)
-    expected = [torch.cat([each(part) for each, part in zip(copies, x.split(4), strict=True)]) for x in xs]
+    copies, xs = (
+        [copy.deepcopy(model) for _ in TWO],
+        torch.randn(2, 8, 4, dtype=torch.float64, requires_grad=True),
+    )
+    expected = [
+        torch.cat([each(part) for each, part in zip(copies, x.split(4), strict=True)]) for x in xs
+    ]
     (gradient,) = torch.autograd.grad(expected[0].square().sum() * expected[1].sin().sum(), xs)
     with parallel(model, TWO, out_dims=0):
         first, second = model(xs[0]), model(xs[1])
@@ -346,7 +376,9 @@ def test_two_forwards_one_backward(name):
             model(xs[0])
             copies[0](xs[0][:4])
         assert_close([first, second], expected)
-        assert_close(torch.autograd.grad(first.square().sum() * second.sin().sum(), xs), (gradient,))
+        assert_close(
+            torch.autograd.grad(first.square().sum() * second.sin().sum(), xs), (gradient,)
+        )
     assert_close(dict(model.state_dict()), dict(copies[0].state_dict()))
 
 
@@ -364,7 +396,10 @@ def test_hooks_of_all_modules():
     hook = register_module_forward_hook(write)
     try:
         with parallel(model, TWO, out_dims=0) as p:
-            assert_close([model(torch.ones(8, 4)) for _ in range(2)], [model[0](torch.ones(8, 4)) for _ in range(2)])
+            assert_close(
+                [model(torch.ones(8, 4)) for _ in range(2)],
+                [model[0](torch.ones(8, 4)) for _ in range(2)],
+            )
             assert p.stats().shards == (4, 4)
     finally:
         hook.remove()
@@ -427,7 +462,10 @@ def test_buffers_written_through_data(training, seen):
 
     model = Stateful(count, {"calls": torch.tensor(0)}).train(training)
     with torch.no_grad(), parallel(model, TWO) as p:
-        assert_close([p(torch.zeros(5)) for _ in range(3)], [torch.full((5,), float(count)) for count in seen])
+        assert_close(
+            [p(torch.zeros(5)) for _ in range(3)],
+            [torch.full((5,), float(count)) for count in seen],
+        )
     assert model.calls == (3 if training else 0)
 
 

@@ -30,12 +30,21 @@ def first_values(outputs):
     return [output[0].item() for output in outputs]
 
 
-@pytest.mark.parametrize("batch", [(torch.ones(2), torch.zeros(2)), {"x": torch.ones(2), "y": torch.zeros(2)}], ids=type)
+@pytest.mark.parametrize(
+    "batch", [(torch.ones(2), torch.zeros(2)), {"x": torch.ones(2), "y": torch.zeros(2)}], ids=type
+)
 def test_map_spreads_tuples_and_dicts(batch):
-    """Any other batch is one argument. `prepare` runs in a lane and returns the arguments in the same forms."""
+    """Any other batch is one argument.
+
+    `prepare` runs in a lane and returns the arguments in the same forms.
+    """
     with parallel(lambda x, y: x - y, TWO) as p:
         assert [out.tolist() for out in p.map([batch] * 2)] == [[1.0, 1.0]] * 2
-        pairs = list(p.map([3, 4], prepare=lambda count: (torch.ones(count), here.lane.index), with_inputs=True))
+        pairs = list(
+            p.map(
+                [3, 4], prepare=lambda count: (torch.ones(count), here.lane.index), with_inputs=True
+            )
+        )
         assert [(count, len(output)) for count, output in pairs] == [(3, 3), (4, 4)]
     with parallel(lambda batch: batch, TWO) as p:
         assert list(p.map([[1, 2], "ab", 3, None])) == [[1, 2], "ab", 3, None]
@@ -44,7 +53,10 @@ def test_map_spreads_tuples_and_dicts(batch):
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_a_stream_ends_with_its_block(workers):
     with parallel(torch.tanh, TWO, workers=workers) as p:
-        stream, begun = p.map(batches(3), chunksize=2), p.map(batches(9), buffersize=2, return_exceptions=True)
+        stream, begun = (
+            p.map(batches(3), chunksize=2),
+            p.map(batches(9), buffersize=2, return_exceptions=True),
+        )
         next(begun)
     for unread, message in ((stream, "read the outputs of map before it ends"), (begun, "closed")):
         with pytest.raises(SessionError, match=message):
@@ -54,7 +66,10 @@ def test_a_stream_ends_with_its_block(workers):
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("buffersize", [None, 1])
 def test_batches_in_flight(buffersize, ordered):
-    """At most `buffersize`, by default four per lane. None is taken before the first `next`. Outputs are in order."""
+    """At most `buffersize`, by default four per lane.
+
+    None is taken before the first `next`. Outputs are in order.
+    """
     taken, most, outputs = 0, 0, []
 
     def source():
@@ -73,7 +88,9 @@ def test_batches_in_flight(buffersize, ordered):
 
 
 def test_batches_run_whole_in_all_lanes():
-    """Both lanes run at the same time, hooks of the model see whole batches, and gradients are the plain ones."""
+    """Both lanes run at the same time, hooks of the model see whole batches, and gradients are the
+    plain ones.
+    """
     barrier, rows = threading.Barrier(2), []
     model = nn.Linear(1, 1)
     model.register_forward_pre_hook(lambda module, args: barrier.wait(PATIENCE_S) < 0 or None)
@@ -104,7 +121,9 @@ def test_outputs_behind_a_slow_batch():
 
 
 def test_batches_that_wait_for_the_reader():
-    """Forward may wait until the caller has read earlier outputs, also after batches that were short."""
+    """Forward may wait until the caller has read earlier outputs, also after batches that were
+    short.
+    """
     reading, read = threading.Condition(), 0
 
     def forward(x):
@@ -184,11 +203,16 @@ def test_each_method_has_its_streams():
     with parallel(model, TWO, methods=("forward", "encode")) as p:
         assert first_values(p.method("forward").map(batches(3))) == [2, 4, 6]
         assert first_values(p.method("encode").map(batches(3))) == [10, 11, 12]
-        assert p.method("encode").submit(torch.ones(2, 1), scale=3).result(PATIENCE_S).tolist() == [[13], [13]]
+        assert p.method("encode").submit(torch.ones(2, 1), scale=3).result(PATIENCE_S).tolist() == [
+            [13],
+            [13],
+        ]
         assert p.method("encode")(torch.ones(7, 1), scale=3).tolist() == [[13]] * 7
         assert p.stats().shards == (4, 3)  # a call is cut
     with parallel(model, TWO, methods=("encode",)) as p:
-        assert first_values([*p.map(batches(2)), p.submit(torch.zeros(2, 1)).result(PATIENCE_S)]) == [10, 11, 10]
+        assert first_values(
+            [*p.map(batches(2)), p.submit(torch.zeros(2, 1)).result(PATIENCE_S)]
+        ) == [10, 11, 10]
 
 
 def test_progress(capfd):
@@ -204,7 +228,10 @@ def test_progress(capfd):
 
 
 def test_submitted_calls_use_idle_lanes():
-    """They are not cut. While one lane is blocked, the others run all later calls. close() waits."""
+    """They are not cut.
+
+    While one lane is blocked, the others run all later calls. close() waits.
+    """
     hold, started = threading.Event(), threading.Event()
 
     def target(x, *, names=None):
@@ -225,7 +252,10 @@ def test_submitted_calls_use_idle_lanes():
 
 
 def test_cancelled_calls_never_run():
-    """A call that has started cannot be cancelled. An exception that leaves the block cancels all others."""
+    """A call that has started cannot be cancelled.
+
+    An exception that leaves the block cancels all others.
+    """
     hold, started, ran = threading.Event(), threading.Event(), []
 
     def target(x):
@@ -259,7 +289,10 @@ def test_a_callback_can_submit_again():
 
 
 def test_stats_count_calls_and_rows():
-    """Counters can be read during and after the block. A call with a refused output does not count."""
+    """Counters can be read during and after the block.
+
+    A call with a refused output does not count.
+    """
     with parallel(lambda x: x.mean() if x.ndim == 2 else x, THREE) as p:
         for rows in (7, 0, 5):
             p(torch.zeros(rows))
@@ -278,14 +311,19 @@ def events_in(path):
 
 
 def test_spans_name_their_work(tmp_path):
-    """Cut calls have the rows of each shard, batches of a stream their number, and plain calls no lane."""
+    """Cut calls have the rows of each shard, batches of a stream their number, and plain calls no
+    lane.
+    """
     with torch.no_grad(), parallel(nn.Linear(4, 2), TWO, out_dims=0) as p:
         with p.trace(tmp_path / "t.json") as trace:
             p(torch.zeros(7, 4))
             list(p.map([torch.zeros(rows, 4) for rows in (1, 5)], prepare=lambda batch: batch))
             p(torch.zeros(1, 4))
         p(torch.zeros(7, 4))
-    found = {(span.track == -1, span.kind, span.details["batch"], span.details["rows"]) for span in trace.spans}
+    found = {
+        (span.track == -1, span.kind, span.details["batch"], span.details["rows"])
+        for span in trace.spans
+    }
     assert {each for each in found if each[1] != "prepare"} == {
         (False, "forward", None, 4),
         (False, "forward", None, 3),
@@ -293,9 +331,14 @@ def test_spans_name_their_work(tmp_path):
         (False, "forward", 1, 5),
         (True, "forward", None, None),
     }
-    assert {span.name for span in trace.spans} >= {"forward, batch 0, 1 row", "forward, batch 1, 5 rows"}
+    assert {span.name for span in trace.spans} >= {
+        "forward, batch 0, 1 row",
+        "forward, batch 1, 5 rows",
+    }
     events = events_in(tmp_path / "t.json")
-    assert [event["args"]["name"] for event in events if event["ph"] == "M"][:2] == [f"lane {i} on cpu" for i in range(2)]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"][:2] == [
+        f"lane {i} on cpu" for i in range(2)
+    ]
     tracks = [event["tid"] for event in events if event["ph"] == "X"]
     assert len(tracks) == len(trace.spans) == 7
     assert tracks.count(2) == 1, "the plain call has a track of its own"
@@ -303,13 +346,19 @@ def test_spans_name_their_work(tmp_path):
 
 def test_a_file_that_cannot_be_written(tmp_path):
     """`trace` raises before the block, and creates nothing."""
-    with parallel(torch.tanh, TWO) as p, pytest.raises(ShardError, match=r"No such file or directory\. Create its folder"):
+    with (
+        parallel(torch.tanh, TWO) as p,
+        pytest.raises(ShardError, match=r"No such file or directory\. Create its folder"),
+    ):
         p.trace(tmp_path / "gone" / "t.html")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_trace_after_an_exception(tmp_path):
-    """The file has the spans of the call that raised. If it cannot be written, that is a note, or an error of its own."""
+    """The file has the spans of the call that raised.
+
+    If it cannot be written, that is a note, or an error of its own.
+    """
     (folder := tmp_path / "folder").mkdir()
 
     def fail():
@@ -319,7 +368,10 @@ def test_a_trace_after_an_exception(tmp_path):
     with parallel(torch.matmul, TWO) as p:
         with pytest.raises(RuntimeError), p.trace(tmp_path / "t.json") as trace:
             p(torch.zeros(7, 2), torch.zeros(7, 3))
-        with pytest.raises(SessionError, match=r"t\.json' was already used. Call p\.trace\(\.\.\.\) for each `with`"):
+        with pytest.raises(
+            SessionError,
+            match=r"t\.json' was already used. Call p\.trace\(\.\.\.\) for each `with`",
+        ):
             trace.__enter__()
         with pytest.raises(ZeroDivisionError) as caught, p.trace(folder / "t.json"):
             fail()
@@ -327,5 +379,7 @@ def test_a_trace_after_an_exception(tmp_path):
         with pytest.raises(FileNotFoundError), p.trace(folder / "t.json"):
             folder.rmdir()
     assert "the trace could not be written" in caught.value.__notes__[-1]
-    errors = [event["args"]["error"] for event in events_in(tmp_path / "t.json") if event["ph"] == "X"]
+    errors = [
+        event["args"]["error"] for event in events_in(tmp_path / "t.json") if event["ph"] == "X"
+    ]
     assert errors == ["RuntimeError"] * 2
