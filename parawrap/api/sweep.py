@@ -26,6 +26,7 @@ from parawrap.launch import (
     launch_array,
     launcher_name,
     preview,
+    report_launches,
     report_places,
     running,
     share_out,
@@ -122,23 +123,31 @@ def _launch_each(
     if not jobs:
         return
     platform = jobs[0].platform
-    waits: list[Callable[[], RankResults[Any]]]
+    # Results belong to the caller once they are yielded: nothing here keeps them
+    waits: deque[Callable[[], RankResults[Any]]]
     cancel: Callable[[], None]
+    queue: _Queue | None = None
     array = launch_array(jobs, max_parallel)
     if array is not None:
-        waits, cancel = [launched.results for launched in array], partial(cancel_launches, array)
+        waits = deque(launched.results for launched in array)
+        cancel = partial(cancel_launches, array)
     elif _is_sequential(platform, max_parallel):
-        waits, cancel = [partial(run, job) for job in jobs], lambda: None
+        waits, cancel = deque(partial(run, job) for job in jobs), lambda: None
     else:
         wanted = min(max_parallel or len(jobs), len(jobs))
         shares = _shares_of(jobs, max_parallel)
         if shares and len(shares) < wanted:
             _log.warning(_explain_limit(platform, wanted, shares))
         queue = _Queue(jobs, shares or [None] * wanted)
-        waits, cancel = [future.result for future in queue.futures], queue.cancel
+        waits = deque(future.result for future in queue.take_futures())
+        cancel = queue.cancel
     try:
-        for wait in waits:
-            yield _outcome(wait)
+        while waits:
+            yield _outcome(waits.popleft())
+    except KeyboardInterrupt:
+        if queue is not None:
+            queue.report()
+        raise
     finally:
         cancel()
 
@@ -168,7 +177,7 @@ def _explain_limit(platform: PlatformFields, wanted: int, shares: list[Share]) -
         f"{len(shares)} of the {wanted} launches that max_parallel allows at the same time can "
         f"run, as each has {one} of its own. "
     )
-    if platform.n_gpus is None and platform.device_ids is None:
+    if platform.n_gpus is None:
         return f"{text}Give n_gpus: without it, a launch uses all devices"
     numbers = [number for share in shares for number in share.platform.own_device_ids]
     repeated = [number for number in sorted(set(numbers)) for _ in range(2)]
@@ -205,16 +214,25 @@ class _Queue:
     """
 
     def __init__(self, jobs: Sequence[Job], shares: Sequence[Share | None]) -> None:
-        self.futures: list[Future[RankResults[Any]]] = [Future() for _ in jobs]
+        self._futures: list[Future[RankResults[Any]]] = [Future() for _ in jobs]
         # A job is pending or its launch is among the running ones: `cancel` misses none
         self._access = threading.Lock()
-        self._pending = deque(zip(jobs, self.futures, strict=True))
+        self._pending = deque(zip(jobs, self._futures, strict=True))
         self._running: set[Launch[Any]] = set()
         # A share belongs to one thread, which makes one launch after another: when a launch has
         # ended, so have its processes, and the next one finds the devices free
         for share in shares:
             serve = partial(self._serve, share)
             threading.Thread(target=serve, name="parawrap-launch-map", daemon=True).start()
+
+    def take_futures(self) -> list[Future[RankResults[Any]]]:
+        """Return the futures of the jobs, in order, and keep none."""
+        futures, self._futures = self._futures, []
+        return futures
+
+    def report(self) -> None:
+        """Log where the ranks of the running launches are."""
+        report_launches(list(self._running))
 
     def _serve(self, share: Share | None) -> None:
         while True:

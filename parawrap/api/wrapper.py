@@ -28,6 +28,7 @@ from parawrap.launch import (
     current_rank,
     inside_a_rank,
     launch,
+    launcher_name,
     preview,
     run_inline,
     running,
@@ -84,7 +85,9 @@ class Launchable(Decorated, Generic[P, R]):
                 them.
 
         Raises:
-            ValueError: If `max_parallel` is less than 1.
+            ValueError: If `max_parallel` is not an int of 1 or more.
+            PlatformError: If launches that run on this machine at the same time have one
+                ``master_port``.
 
         >>> from parawrap import Platform, wrapper
         >>> @wrapper(Platform(device="cpu", n_cpus=2))
@@ -93,10 +96,8 @@ class Launchable(Decorated, Generic[P, R]):
         >>> list(train.map([0.5, 0, 0.1]))
         [RankResults(2.0, 2.0), ZeroDivisionError('division by zero'), RankResults(10.0, 10.0)]
         """
-        if max_parallel is not None and max_parallel < 1:
-            msg = (
-                f"max_parallel={max_parallel} is too small. Use 1 or more, or None for the default"
-            )
+        if max_parallel is not None and not (isinstance(max_parallel, int) and max_parallel >= 1):
+            msg = f"max_parallel={max_parallel!r}: use an int of 1 or more, or None for the default"
             raise ValueError(msg)
         jobs = [
             replace(self._job((config,), {}), number=number)
@@ -104,6 +105,7 @@ class Launchable(Decorated, Generic[P, R]):
         ]
         for job in jobs:
             _check(job)
+        _check_port(self.platform, max_parallel)
         return Sweep(jobs, max_parallel)
 
     def dry_run(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
@@ -329,6 +331,17 @@ def _refuse_in_a_rank(job: Job, plain_call: str | None = None) -> None:
             "in this rank only"
         )
         raise LaunchError(msg)
+
+
+def _check_port(platform: Platform, max_parallel: int | None) -> None:
+    """Refuse one port for several launches that run on this machine at the same time."""
+    is_parallel = max_parallel is not None and max_parallel > 1
+    if is_parallel and platform.master_port and launcher_name(platform) == "local":
+        msg = (
+            f"master_port={platform.master_port}: each of max_parallel={max_parallel} launches "
+            "needs a port of its own. Leave master_port out, or use max_parallel=1"
+        )
+        raise PlatformError(msg)
 
 
 def _check_platform(platform: object, face: str) -> None:

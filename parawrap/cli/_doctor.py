@@ -91,8 +91,16 @@ def _check_shared_memory(folder: Path = Path("/dev/shm")) -> tuple[str, str]:
 
 def _check_open_files() -> tuple[str, str]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    cure = f"A launch needs several per rank. Raise the limit: ulimit -n {_FEW_FILES}"
-    return f"{soft} per process (hard limit {hard})", cure if soft < _FEW_FILES else ""
+    found = f"{soft} per process (hard limit {hard})"
+    if soft >= _FEW_FILES:
+        return found, ""
+    cure = f"ulimit -n {_FEW_FILES}"
+    if hard < _FEW_FILES:
+        cure = (
+            f"as root, with ulimit -Hn {_FEW_FILES}, or start the container with --ulimit "
+            f"nofile={_FEW_FILES}"
+        )
+    return found, f"A launch needs several per rank. Raise the limit: {cure}"
 
 
 def _check_accelerators() -> tuple[str, str]:

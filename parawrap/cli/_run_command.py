@@ -209,6 +209,9 @@ def _decorate(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
         # The counts of the decorator mean other things now: n_cpus is the ranks on CPUs, but the
         # threads of each rank on accelerators
         changes = {"n_gpus": Platform.n_gpus, "n_cpus": Platform.n_cpus} | changes
+    if isinstance(old, Platform) and given.device is not None:
+        # The numbers name devices of the kind that the decorator has, and of this machine
+        changes = {"device_ids": None} | changes
     if given.n is not None:
         if count_field in fields_set:
             msg = (

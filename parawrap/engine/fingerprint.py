@@ -125,11 +125,21 @@ def _parts_of(value: Any, place: str, *, is_argument: bool, is_target: bool) -> 
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
             yield _Part(f"{place}[{key!r}]", item, counts)
-    elif is_target or place.endswith(".__self__"):
+    elif not isinstance(value, (types.ModuleType, *_NAMED)):
         # An object that is called, such as a pipeline, may hold the model as an attribute.
-        attributes = getattr(value, "__dict__", {})
-        for name, attribute in attributes.items():
+        for name, attribute in _attributes_of(value):
             yield _Part(f"{place}.{name}", attribute)
+
+
+def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object, also those in slots."""
+    attributes = getattr(value, "__dict__", {})
+    yield from attributes.items()
+    for base in type(value).__mro__:
+        for name, member in vars(base).items():
+            if isinstance(member, types.MemberDescriptorType):
+                with suppress(AttributeError):  # a slot that is empty
+                    yield name, member.__get__(value)
 
 
 # Values as bytes

@@ -61,6 +61,9 @@ class OutputFolder:
         key: Callable[[Any], Any] | None = None,
         find_fingerprint: FindFingerprint | None = None,
     ) -> None:
+        if path == Path():
+            msg = "resume='' names no folder. Give the path of a folder, such as resume='outputs'"
+            raise ResumeError(msg)
         self._path = path.expanduser().resolve()
         self._target = target
         self._key = key

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,28 @@ from parawrap.tree import address, flatten, replace_nodes, unflatten
 _MOST_BYTES = 64 << 20
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state can be read and loaded, such as a scheduler.
+
+    The protocol of this name in torch.distributed.checkpoint takes a second to import.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take the state."""
+        ...
+
+
 def sync(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     src: int = 0,
+    *,
+    stateful: Sequence[Stateful] = (),
 ) -> None:
     """Copy parameters, buffers, and the optimizer's state of one rank to all ranks, in place.
 
@@ -41,11 +59,12 @@ def sync(
     - **Optimizer**: its state and the options of its parameter groups, such as the learning rate.
       State that only some ranks have is created or removed. Parameters of the optimizer that are
       not in `model` are copied too.
+    - **Other objects** in `stateful`, such as a learning rate scheduler and a GradScaler: their
+      ``state_dict()`` of `src` is loaded in all ranks.
     - **Gradients**: ``.grad`` becomes None in all ranks, because ranks may hold gradients of half a
       step.
-    - **Not copied**: ``model.training``, hooks, learning rate schedulers, GradScaler, samplers, and
-      random generators. Send the ``state_dict()`` of a scheduler or scaler with
-      ``torch.distributed.broadcast_object_list``, and load it in all ranks.
+    - **Not copied**: ``model.training``, ``requires_grad``, extra state of modules, hooks, samplers,
+      and random generators.
 
     If the failure broke the process groups, DistributedDataParallel raises an error at the next
     step. Wrap the model again before that: ``model = functional.to(functional.unwrap(model))``.
@@ -59,13 +78,15 @@ def sync(
             `unwrap` removes, except for FullyShardedDataParallel.
         optimizer: An optimizer, or several, in the same order on every rank.
         src: The global rank that sends its values.
+        stateful: Objects with ``state_dict()`` and ``load_state_dict()``, in the same order on
+            every rank.
 
     Raises:
         ValueError: If `src` is not a rank of the process group.
         GatherError: If the ranks' `src`, names, shapes, dtypes, kinds of device, or optimizers
             differ. The message shows the first difference.
-        TypeError: If `model` is not a module, `optimizer` is not an optimizer, or a tensor is
-            sharded, sparse, quantized, or without data.
+        TypeError: If `model` is not a module, `optimizer` is not an optimizer, an object has no
+            ``state_dict``, or a tensor is sharded, sparse, quantized, or without data.
         PlatformError: If there are several ranks, but ``ipc_groups=None`` forms no process group.
 
     Example:
@@ -86,6 +107,7 @@ def sync(
         (True, 1.0)
     """
     optimizers = _check_arguments(model, optimizer)
+    _check_stateful(stateful)
     ranks = require_group("sync")
     if type(src) is not int or not 0 <= src < ranks:
         valid = "Use 0" if ranks == 1 else f"Use 0 to {ranks - 1}"
@@ -99,21 +121,25 @@ def sync(
     sent: list[Tensor] = []
     if report.problem is None:
         report.descriptions = _describe(optimizers, named)
+        report.descriptions += [f"stateful: {type(each).__qualname__}" for each in stateful]
         if is_source:
-            sent = _pack_states(optimizers, report)
+            sent = _pack_states(optimizers, stateful, report)
     # Errors are reported too: if one rank raised here, the others would wait for it
     reports = gather_objects(report)
     _check_reports(reports)
     tensors = list({id(tensor): tensor for _, tensor in named}.values())
     received = _Received(sent)
     filled = []
+    others = []
     if not is_source:
-        states = pickle.loads(reports[src].states)
+        states, others = pickle.loads(reports[src].states)
         filled = [received.fill(*each) for each in zip(optimizers, states, strict=True)]
     with torch.no_grad():
         _broadcast([*tensors, *received.tensors()], src)
     for each, state in zip(optimizers, filled, strict=not is_source):
         _replace_state(each, state)
+    for taker, state in zip(stateful, others, strict=not is_source):
+        taker.load_state_dict(state)
     for tensor in tensors:
         if tensor.is_leaf:
             tensor.grad = None
@@ -137,6 +163,21 @@ def _check_arguments(model: Any, optimizer: Any) -> list[Optimizer]:
             msg = f"optimizer is a {kind}. Give a torch.optim.Optimizer, or a list of them."
             raise TypeError(msg)
     return optimizers
+
+
+def _check_stateful(stateful: Any) -> None:
+    if not isinstance(stateful, (list, tuple)):
+        kind = type(stateful).__qualname__
+        msg = f"stateful is a {kind}. Give a list of objects, as in stateful=[scheduler]."
+        raise TypeError(msg)
+    for each in stateful:
+        kind = type(each).__qualname__
+        if isinstance(each, (nn.Module, Optimizer)):
+            msg = f"stateful holds a {kind}. Give modules as model, and optimizers as optimizer."
+            raise TypeError(msg)
+        if not isinstance(each, Stateful):
+            msg = f"stateful holds a {kind}, which has no state_dict and load_state_dict."
+            raise TypeError(msg)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -234,12 +275,13 @@ class _Report:
         src: The argument of `sync`.
         problem: Why the values cannot be copied.
         descriptions: What must be equal in all ranks.
-        states: The states of the source's optimizers, pickled, with a slot for each tensor.
+        states: The states of the source's optimizers, with a slot for each tensor, and those of its
+            other objects; pickled.
     """
 
     src: int
     problem: str | None
-    descriptions: Sequence[str] = ()
+    descriptions: list[str] = field(default_factory=list)
     states: bytes = b""
 
 
@@ -300,8 +342,10 @@ class _Slot:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-def _pack_states(optimizers: Sequence[Optimizer], report: _Report) -> list[Tensor]:
-    """Add the source's states to the report. Return their tensors, in the order of the slots."""
+def _pack_states(
+    optimizers: Sequence[Optimizer], stateful: Sequence[Stateful], report: _Report
+) -> list[Tensor]:
+    """Add the source's states to the report. Return the optimizers' tensors, by slot."""
     slots: dict[int, _Slot] = {}
     tensors: list[Tensor] = []
 
@@ -314,10 +358,12 @@ def _pack_states(optimizers: Sequence[Optimizer], report: _Report) -> list[Tenso
 
     states = [_state_of(each) for each in optimizers]
     try:
-        report.states = pickle.dumps(replace_nodes(states, _is_tensor, slot_of))
+        others = [replace_nodes(each.state_dict(), _is_tensor, Tensor.cpu) for each in stateful]
+        with_slots = replace_nodes(states, _is_tensor, slot_of)
+        report.states = pickle.dumps((with_slots, others))
     except Exception as error:  # noqa: BLE001 (classes of the user may raise anything)
         cure = "Keep only tensors and values that pickle supports in it"
-        report.problem = f"the optimizer's state cannot be sent: {error}. {cure}"
+        report.problem = f"a state cannot be sent: {error}. {cure}"
     return tensors
 
 

@@ -13,7 +13,7 @@ from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed_all
 from parawrap.launch._world import RankPlace
 from parawrap.launch.inline import run_inline
-from parawrap.launch.launch import Launch, cancel_launches
+from parawrap.launch.launch import Launch, cancel_launches, report_launches
 from parawrap.launch.preview import describe_device, preview
 from parawrap.launch.ranks import OneRank, Ranks
 from parawrap.launch.run import cancel_runs, report_places, running
@@ -46,6 +46,7 @@ __all__ = [
     "preserved_generators",
     "preview",
     "rank_count_field",
+    "report_launches",
     "report_places",
     "resolve_device",
     "run_inline",

@@ -110,6 +110,11 @@ def variables_for(
     return {}
 
 
+def is_chosen_by_variable(kind: Device) -> bool:
+    """True if `variables_for` selects devices of this kind."""
+    return kind is Device.GPU or selects_cores(kind)
+
+
 def selects_cores(kind: Device) -> bool:
     """True for NeuronCores that are not torch devices: a variable gives each process its cores."""
     return kind is Device.NEURON and not neuron_is_device()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -17,9 +18,16 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 import torch.distributed as dist
 
+from parawrap._private_names import imports_main
 from parawrap.backends import neuron_is_device
 from parawrap.errors import PlatformError
-from parawrap.launch._devices import Device, rank_device, variables_for, visible
+from parawrap.launch._devices import (
+    Device,
+    is_chosen_by_variable,
+    rank_device,
+    variables_for,
+    visible,
+)
 from parawrap.launch._world import World, find_world
 from parawrap.launch.inheritance import is_inherited
 
@@ -66,13 +74,13 @@ class PlatformFields:
                 _refuse(name, getattr(self, name), allowed)
         _check_launcher(self)
         # A rank sees the devices of its launch, and perhaps only its own: the launching process has
-        # checked the platform. The module that defines it is imported in the rank again
-        if not is_inherited(os.environ):
+        # checked the platform. The module that defines it is imported again in the rank, and in
+        # its loader workers: there before multiprocessing sets the variables of the rank
+        if not (is_inherited(os.environ) or imports_main()):
             _check_visible(self, given)
             _check_device_ids(self)
-        if self.device_ids is not None:
-            _set(self, "device_ids", tuple(self.device_ids))
-        _set_ranks(self)
+            _check_ranks(self)
+        _set_tuples(self)
 
     def __repr__(self) -> str:
         given = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -147,7 +155,7 @@ class PlatformFields:
         if sent.device in (Device.GPU, Device.NEURON):
             # A rank may see only its own device
             _set(sent, "n_gpus", self.ranks_per_node)
-        if self.device_variables:
+        if is_chosen_by_variable(Device(self.device)):
             # The rank numbers its devices from 0
             _set(sent, "device_ids", None)
         return sent
@@ -309,44 +317,62 @@ def _starts_here(platform: PlatformFields) -> bool:
     )
 
 
-def _set_ranks(platform: PlatformFields) -> None:
-    """Check the ranks of `ipc_groups` and `print_ranks`, and keep them as tuples."""
+def _set_tuples(platform: PlatformFields) -> None:
+    """Keep `device_ids`, `ipc_groups`, and `print_ranks` as tuples."""
+    if platform.device_ids is not None:
+        _set(platform, "device_ids", _numbers_of(platform.device_ids))
+    if platform.ipc_groups is not None:
+        _set(platform, "ipc_groups", tuple(map(tuple, platform.ipc_groups)))
+    if platform.print_ranks is not None:
+        _set(platform, "print_ranks", tuple(platform.print_ranks))
+
+
+def _numbers_of(device_ids: Any) -> tuple[int, ...]:
+    """Return device numbers, also those of numpy."""
+    try:
+        if isinstance(device_ids, str):
+            raise TypeError
+        return tuple(operator.index(each) for each in device_ids)
+    except TypeError:
+        allowed = "give a list of numbers of visible devices, such as [2, 3], or None"
+        _refuse("device_ids", device_ids, allowed)
+
+
+def _check_ranks(platform: PlatformFields) -> None:
+    """Check that the ranks of `ipc_groups` and `print_ranks` exist."""
     groups, shown, size = platform.ipc_groups, platform.print_ranks, platform.world_size
     world = world_of(platform)
     if world is not None and platform.leaves_counts_open:
         size = world.world_size
-    if groups is not None:
-        if isinstance(groups, str) or not all(
+    if groups is not None and (
+        isinstance(groups, str)
+        or not all(
             isinstance(group, Sequence) and group and all(isinstance(rank, int) for rank in group)
             for group in groups
-        ):
-            _refuse(
-                "ipc_groups",
-                groups,
-                "give None, [] or lists of global ranks, such as [[0, 1], [2, 3]]",
-            )
-        ranks = list(chain.from_iterable(groups))
-        if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
-            _refuse(
-                "ipc_groups",
-                groups,
-                f"rank {min(twice)} appears twice: put each rank into one group at most",
-            )
-        if missing := [rank for rank in ranks if not 0 <= rank < size]:
-            _refuse(
-                "ipc_groups",
-                groups,
-                f"rank {missing[0]} does not exist: give ranks from 0 to {size - 1}",
-            )
-        _set(platform, "ipc_groups", tuple(map(tuple, groups)))
-    if shown is not None:
-        if isinstance(shown, (str, int)) or not set(shown) <= set(range(size)):
-            _refuse(
-                "print_ranks",
-                shown,
-                f"give None, or global ranks from 0 to {size - 1}, such as (0,)",
-            )
-        _set(platform, "print_ranks", tuple(shown))
+        )
+    ):
+        _refuse(
+            "ipc_groups", groups, "give None, [] or lists of global ranks, such as [[0, 1], [2, 3]]"
+        )
+    ranks = list(chain.from_iterable(groups or ()))
+    if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
+        _refuse(
+            "ipc_groups",
+            groups,
+            f"rank {min(twice)} appears twice: put each rank into one group at most",
+        )
+    if missing := [rank for rank in ranks if not 0 <= rank < size]:
+        _refuse(
+            "ipc_groups",
+            groups,
+            f"rank {missing[0]} does not exist: give ranks from 0 to {size - 1}",
+        )
+    if shown is not None and (isinstance(shown, (str, int)) or not set(shown) <= set(range(size))):
+        _refuse(
+            "print_ranks",
+            shown,
+            f"give None, or global ranks from 0 to {size - 1}, such as (0,)",
+        )
 
 
 def _check_device_ids(platform: PlatformFields) -> None:
@@ -367,12 +393,13 @@ def _check_device_ids(platform: PlatformFields) -> None:
         if platform.launcher not in _ELSEWHERE:
             world = world_of(platform)
             started_by = "env" if world is None else world.name
-            cure = "leave device_ids out, and set CUDA_VISIBLE_DEVICES=2,3 for the launcher"
+            chosen = variables_for(Device(platform.device), _numbers_of(given))
+            setting = "".join(f", and set {name}={value}" for name, value in chosen.items())
+            cure = f"leave device_ids out{setting} for the launcher"
         _refuse("device_ids", given, f"ranks are started by {started_by}: {cure}")
     there = visible(Device(platform.device))
-    is_sequence = isinstance(given, Sequence) and not isinstance(given, str)
-    numbers = list(given) if is_sequence else []
-    if not numbers or not all(type(each) is int and 0 <= each < there for each in numbers):
+    numbers = _numbers_of(given)
+    if not numbers or not all(0 <= each < there for each in numbers):
         allowed = "0" if there == 1 else f"from 0 to {there - 1}"
         _refuse("device_ids", given, f"give a list of numbers of visible devices, {allowed}")
     if (platform.n_gpus or 0) > len(set(numbers)):

@@ -154,10 +154,11 @@ def inside_a_rank() -> bool:
 def become(rank: Rank) -> None:
     """Make `rank` the current rank."""
     global _current
+    # As bytes: a child that does not ask for its rank need not import parawrap and torch
+    pickled = pickle.dumps(rank)
     # One assignment: other threads of the function see the old rank or the new one
     _current = rank
-    # As bytes: a child that does not ask for its rank need not import parawrap and torch
-    pass_on_rank(pickle.dumps(rank))
+    pass_on_rank(pickled)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from parawrap.errors import PlatformError
+from parawrap.launch._devices import Device, selects_cores
 from parawrap.launch._job import Job
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch._rank import Rank, acting_as
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed
+from parawrap.launch.inheritance import restored_variables
 from parawrap.processes.preemption import Preemption, RequeueRequested, at_signal
 from parawrap.processes.process_groups import leave_groups
 
@@ -48,10 +51,14 @@ def run_inline(job: Job) -> RankResults[Any]:
             rank = Rank(0, 0, 0, 1, device, platform, None, restart, Preemption())
             try:
                 with (
+                    restored_variables(*platform.device_variables),
                     preserved_generators(device),
                     _current_device(device),
                     _lone_group(platform) as group,
                 ):
+                    # GPUs keep their numbers here: CUDA may have read its variable already
+                    if selects_cores(Device(platform.device)):
+                        os.environ.update(platform.device_variables)
                     seed(platform.seed)
                     with acting_as(replace(rank, group=group)), at_signal(partial(_preempt, rank)):
                         result = job.call()

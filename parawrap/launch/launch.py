@@ -11,7 +11,7 @@ from parawrap._public import public
 from parawrap.displays import Table, shorten
 from parawrap.errors import LaunchCancelledError, add_note
 from parawrap.launch._rank_results import RankResults
-from parawrap.launch.run import How, Run, cancel_runs
+from parawrap.launch.run import How, Run, cancel_runs, report_places
 from parawrap.processes.outcomes import Ending, values_of
 
 R = TypeVar("R", covariant=True)
@@ -178,6 +178,11 @@ class Launch(Generic[R]):
     def __reduce__(self) -> NoReturn:
         msg = "a launch belongs to the process that started it: send its results instead"
         raise TypeError(msg)
+
+
+def report_launches(launches: Iterable[Launch[Any]]) -> None:
+    """Log the line of user code that each rank of these launches executes."""
+    report_places([launch._run for launch in launches])
 
 
 def cancel_launches(launches: Iterable[Launch[Any]]) -> None:

@@ -35,7 +35,8 @@ from parawrap.processes.settings import SentSurroundings
 LABEL = "ranks that stay"
 _APART = (
     "The ranks may be one step apart now. Call functional.sync(model, optimizer) in all ranks (or "
-    "load a checkpoint) before the next step."
+    "load a checkpoint) before the next step. If you have a scheduler or GradScaler, add "
+    "stateful=[scheduler]."
 )
 _WRAP_AGAIN = (
     " The next call has new process groups: make models in DistributedDataParallel again before "
@@ -144,7 +145,8 @@ class RanksRun(PoolRun):
         self._queue: deque[RanksCall] = deque()
         # By the handle. Calls that are in the queue are still made
         self.is_closed = False
-        # That the ranks may be one step apart. Its only item goes with the first such error
+        # That the ranks may be one step apart. Its only item goes with the first such error, and
+        # comes back with the next call that succeeds
         self._right_to_warn = [True]
 
     # -- any thread
@@ -429,7 +431,10 @@ class RanksRun(PoolRun):
     def _finish(self, pool: Pool, request: RanksCall) -> Ending:
         """Note the end of a call."""
         ending = pool.finish(request.call)
-        if ending.is_uneven and not pool.is_ending:
+        if ending.is_success:
+            self._right_to_warn = [True]
+        # Without process groups, no call keeps the states of the ranks equal
+        elif ending.is_uneven and not pool.is_ending and self.job.platform.requires_ipc:
             have_begun = set(request.call.ranks) - request.call.unloaded
             request.leaves_ranks_apart = len(request.call.ranks) > 1 and bool(have_begun)
         # If the ranks end, all calls fail with them

@@ -694,7 +694,7 @@ def test_cures_of_functions():
             wrapper(CPU)(function)
     assert wrapper(CPU)(lambda: [*numbers()])() == ([1],)
     for wrong in (0, -1):
-        with says(f"max_parallel={wrong} is too small. Use 1 or more, or None for the default"):
+        with says(f"max_parallel={wrong}: use an int of 1 or more, or None for the default"):
             wrapper(CPU)(abs).map([-1], max_parallel=wrong)
     assert [[*wrapper(CPU)(abs).map([-1], max_parallel=each)] for each in (1, None)] == [
         [(1,)],

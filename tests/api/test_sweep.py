@@ -4,17 +4,21 @@ the items.
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import threading
 import time
 import traceback
+import weakref
 
 import psutil
 import pytest
+import torch
 
 from parawrap import RankResults, current_rank, wrapper
-from parawrap.errors import UnsendableError
+from parawrap.errors import PlatformError, UnsendableError
+from parawrap.processes.process_groups import free_port
 from tests.helpers.processes import ranks, run_script
 from tests.helpers.waiting import eventually
 
@@ -129,3 +133,59 @@ def test_output_has_its_launchs_number(capfd):
     assert lines == [
         f"[{number}/rank {rank}] {item}" for number, item in enumerate("ab") for rank in range(2)
     ]
+
+
+def test_interrupted_sweeps_say_where_ranks_are(tmp_path):
+    """After Ctrl-C, the log has the place of each rank that runs."""
+    output = run_script(
+        tmp_path,
+        """
+        import logging, os, pathlib, signal, sys, threading, time
+        from parawrap import Platform, wrapper
+
+        logging.basicConfig(stream=sys.stdout)
+
+        def wait(name):
+            pathlib.Path(name).touch()
+            time.sleep(600)
+
+        def interrupt():
+            while not (pathlib.Path("0").exists() and pathlib.Path("1").exists()):
+                time.sleep(0.01)
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        launchable = wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(wait)
+        try:
+            list(launchable.map(["0", "1"], max_parallel=2))
+        except KeyboardInterrupt:
+            print("interrupted")
+        """,
+    )
+    assert output.count("wait was interrupted: rank 0 at ") == 2
+    assert "interrupted\n" in output
+
+
+def test_yielded_results_belong_to_the_caller():
+    """A sweep keeps no result that the loop has taken."""
+    sweep = train()(lambda number: torch.full((2,), number)).map(range(3), max_parallel=2)
+    first = weakref.ref(next(sweep)[0])
+    next(sweep)
+    gc.collect()
+    assert first() is None
+    sweep.close()
+
+
+def test_one_port_serves_one_launch():
+    """Launches at the same time cannot share a port, and one after another they can."""
+    launchable = train(master_port=free_port())(lambda number: number)
+    with pytest.raises(PlatformError, match=r"needs a port of its own. .* max_parallel=1"):
+        launchable.map([1, 2], max_parallel=2)
+    assert [list(each) for each in launchable.map([1, 2], max_parallel=1)] == [[1], [2]]
+
+
+@pytest.mark.parametrize("max_parallel", [0, 2.0, "2"])
+def test_limits_are_numbers(max_parallel):
+    with pytest.raises(ValueError, match=f"max_parallel={max_parallel!r}: use an int of 1 or more"):
+        train()(print).map([1], max_parallel=max_parallel)

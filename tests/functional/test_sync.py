@@ -11,6 +11,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from parawrap import GatherError, Platform, PlatformError, current_rank, functional, wrapper
+from tests.helpers.processes import ranks
 from tests.helpers.ranks import my_rank, on
 
 OPTIMIZERS = {
@@ -334,7 +335,7 @@ def build(how):
             r"rank 0 has optimizer 0: Adam with .*; but rank 1 has optimizer 0: SGD",
         ),
         ("groups", GatherError, r"rank 0 has optimizer 0|rank 1 has parameter 2 of optimizer 0"),
-        ("lock", TypeError, r"in rank 0, the optimizer's state cannot be sent: .*lock"),
+        ("lock", TypeError, r"in rank 0, a state cannot be sent: .*lock"),
     ],
 )
 def test_ranks_that_differ_are_refused(ranks, how, error, text):
@@ -428,3 +429,54 @@ def test_three_ranks(ranks):
 
     assert on(3, run) == (2.0,) * 3
     assert on(4, run, ipc_groups=[[0, 1], [2, 3]]) == (2.0,) * 4
+
+
+def test_schedulers_and_scalers_follow():
+    """Objects with a state_dict get that of the source, so that ranks train on alike."""
+
+    @wrapper(ranks(2))
+    def train():
+        rank = current_rank().global_rank
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0 * (1 + rank))
+        for _ in range(3 - rank):
+            scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+        functional.sync(model, optimizer, src=1, stateful=[scheduler, scaler])
+        return scheduler.last_epoch, optimizer.param_groups[0]["lr"], scaler.get_scale()
+
+    one, other = train()
+    assert one == other
+    assert (one[0], one[2]) == (2, 16.0)
+
+
+@pytest.mark.parametrize(
+    ("stateful", "says"),
+    [
+        ([torch.nn.Linear(1, 1)], "stateful holds a Linear. Give modules as model"),
+        ([3], "stateful holds a int, which has no state_dict"),
+        (torch.optim.lr_scheduler.StepLR, r"Give a list of objects, as in stateful=\[scheduler\]"),
+    ],
+    ids=["module", "number", "no list"],
+)
+def test_other_objects_are_refused(stateful, says):
+    with pytest.raises(TypeError, match=says):
+        functional.sync(torch.nn.Linear(1, 1), stateful=stateful)
+
+
+def test_ranks_with_other_objects_are_refused():
+    """The error names the first difference, in all ranks."""
+
+    @wrapper(ranks(2))
+    def train():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+        functional.sync(model, optimizer, stateful=[scheduler][current_rank().global_rank :])
+
+    with pytest.raises(GatherError, match="stateful: StepLR; but rank 1 has nothing more"):
+        train()

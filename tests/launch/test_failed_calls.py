@@ -196,8 +196,8 @@ def step_and_fail(failing, how):
 
 @pytest.mark.parametrize("how", ["compute", "all_reduce"])
 def test_the_first_error_after_a_step_names_the_cure(how):
-    """The first error of a handle has the note, and later ones have none. The cure works, also
-    after a broken collective.
+    """The note comes with the first error, and again once a call has succeeded. The cure works,
+    also after a broken collective.
     """
 
     def make():
@@ -215,9 +215,20 @@ def test_the_first_error_after_a_step_names_the_cure(how):
         assert notes_of(caught.value).count(APART) == 1
         wraps = "make models in DistributedDataParallel again" in notes_of(caught.value)
         assert wraps == (how == "all_reduce")
+        with pytest.raises(KeyError) as caught:
+            opened(step_and_fail, 1, how)
+        assert APART not in notes_of(caught.value)
         assert opened(agree) == (0.0, 0.0)
         with pytest.raises(KeyError) as caught:
             opened(step_and_fail, 1, how)
+        assert APART in notes_of(caught.value)
+
+
+def test_ranks_without_groups_cannot_agree():
+    """Without process groups, no call keeps ranks equal: the error has no note."""
+    with ranks(ipc_groups=None).open() as opened:
+        with pytest.raises(KeyError) as caught:
+            opened(fail_beside, 1, "compute")
         assert APART not in notes_of(caught.value)
 
 

@@ -16,7 +16,7 @@ from parawrap.errors import PlatformError
 from parawrap.launch import _devices, shares
 from parawrap.launch._devices import Device, variables_for
 from parawrap.launch.shares import share_out
-from tests.helpers.processes import ranks
+from tests.helpers.processes import ranks, run_script
 from tests.helpers.waiting import eventually
 
 ALL_CORES = sorted(os.sched_getaffinity(0))
@@ -102,6 +102,37 @@ def test_device_ids_name_the_devices_of_a_launch():
 
 
 @pytest.mark.usefixtures("four_cores")
+def test_inline_calls_see_the_first_device():
+    """The function runs here as rank 0, and the variable is restored."""
+    assert list(on_cores(device_ids=[3, 0])(visible_cores()).inline()) == ["7,4"]
+    assert os.environ["NEURON_RT_VISIBLE_CORES"] == "4-7"
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_loader_workers_import_the_script(tmp_path):
+    """Workers by spawn run the script again, before they know of the rank. It has two platforms."""
+    run_script(
+        tmp_path,
+        """
+        from torch.utils.data import DataLoader
+        from parawrap import Platform, wrapper
+
+        @wrapper(Platform(device="neuron", n_gpus=1, device_ids=[2, 3], verbose=False))
+        def train(way):
+            loader = DataLoader([1, 2], num_workers=1, multiprocessing_context=way)
+            return len(list(loader))
+
+        @wrapper(Platform(device="neuron", ipc_groups=[[0, 1], [2, 3]], verbose=False))
+        def evaluate():
+            pass
+
+        if __name__ == "__main__":
+            assert [list(each) for each in train.map(["spawn", "forkserver"])] == [[2], [2]]
+        """,
+    )
+
+
+@pytest.mark.usefixtures("four_cores")
 def test_ranks_import_the_module_of_their_platform(tmp_path):
     """A rank sees fewer devices than its platform names, and still makes the same platform."""
     (tmp_path / "jobs.py").write_text(
@@ -110,7 +141,9 @@ def test_ranks_import_the_module_of_their_platform(tmp_path):
             import os
             from parawrap import Platform, wrapper
 
-            TWO = wrapper(Platform(device="neuron", n_gpus=2, verbose=False))
+            GROUPS = [[0], [1]]
+            TWO = wrapper(Platform(device="neuron", n_gpus=2, ipc_groups=GROUPS, verbose=False))
+            Platform(device="neuron", ipc_groups=[[0, 1], [2, 3]], print_ranks=[3])
             NAMED = wrapper(Platform(device="neuron", device_ids=[3, 2], verbose=False))
 
             @TWO
@@ -181,7 +214,6 @@ def test_ranks_number_their_gpus_from_0(monkeypatch):
         ({"device_ids": "01"}, "give a list of numbers", [0, 1]),
         ({"device_ids": 2}, "give a list of numbers", [2]),
         ({"device_ids": ["cuda:1"]}, "give a list of numbers", [1]),
-        ({"device_ids": [True]}, "give a list of numbers", [1]),
         ({"device_ids": [1, 1], "n_gpus": 2}, "names 1 different devices", [1, 0]),
         ({"device_ids": [1], "device": "cpu"}, "the CPU is one device: leave device_ids out", None),
         ({"device_ids": [1], "launcher": "slurm", "n_gpus": 1}, "leave device_ids out", None),

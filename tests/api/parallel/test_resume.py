@@ -580,3 +580,59 @@ def test_other_batches_need_a_key(tmp_path, kind):
                     [(batch,)], resume=tmp_path / "other", key=lambda _: threading.Lock(), **options
                 )
             )
+
+
+class SlotPipeline:
+    """Holds a model, as pipelines of other packages do."""
+
+    __slots__ = ("model",)
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, x):
+        return self.model(x)
+
+
+class Around:
+    """Holds a pipeline."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+def with_default(model):
+    pipeline = SlotPipeline(model)
+    return lambda x, held=pipeline: held.model(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        SlotPipeline,
+        lambda model: Around(SlotPipeline(model)),
+        lambda model: partial(SlotPipeline(model)),
+        lambda model: lambda x, pipeline=SlotPipeline(model): pipeline.model(x),
+        lambda model: (lambda pipeline: lambda x: pipeline(x))(Around(Around(model))),
+    ],
+    ids=["slots", "object in an object", "partial", "default", "closure"],
+)
+@torch.no_grad()
+def test_models_that_objects_hold_are_compared(make, tmp_path):
+    """The weights of a model count wherever a target holds it."""
+    batches = [torch.ones(3, 4)] * 2
+    models = [torch.nn.Linear(4, 2).eval() for _ in range(2)]
+    with parallel(make(models[0]), TWO) as p:
+        list(p.map(batches, resume=tmp_path))
+    with parallel(make(models[0]), TWO) as p:
+        list(p.map(batches, resume=tmp_path))
+    with parallel(make(models[1]), TWO) as p, pytest.raises(ResumeError, match="other weights"):
+        list(p.map(batches, resume=tmp_path))
+
+
+def test_a_folder_has_a_name():
+    with parallel(torch.nn.Linear(4, 2), TWO) as p, pytest.raises(ResumeError, match="no folder"):
+        list(p.map([torch.ones(3, 4)], resume=""))
