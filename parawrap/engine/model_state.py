@@ -14,9 +14,9 @@ from __future__ import annotations
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_, is_not, itemgetter, ne, not_
+from operator import attrgetter, is_, is_not, itemgetter, ne, not_, setitem
 from time import monotonic
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -382,14 +382,19 @@ class Snapshot:
 
     def put(self, place: Place, key: Any, value: Any) -> None:
         """Set an entry that exists, and accept it once `note` is called."""
+        for write in self.writers_of(place, key):
+            write(value)
+
+    def writers_of(self, place: Place, key: Any) -> list[Callable[[Any], None]]:
+        """Return the functions that set and accept an entry that exists, for as long as this lives.
+
+        They are partials of C functions: many entries are written without a call of Python code.
+        """
         found = self._at.get(place.key)
         if found is None:  # of an object that all lanes use, so it has the model's own entry
-            return
-        if isinstance(found.own, dict):
-            dict.__setitem__(found.own, key, value)
-        else:
-            found.own[key] = value
-        found.before[key] = value
+            return []
+        set_own = dict.__setitem__ if isinstance(found.own, dict) else setitem
+        return [partial(set_own, found.own, key), partial(setitem, found.before, key)]
 
     def read_plain(self, left_out: set[Any]) -> PlainPart:
         """Return what each copy of the model must hold too, without the places of these keys."""

@@ -7,19 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from parawrap._private_names import version_of
+from parawrap._private_names import copy_all, version_of
 from parawrap.backends import transfer
-from parawrap.engine.batched_copies import bytes_of, copies_at, pack_small, send_packed
+from parawrap.engine.batched_copies import (
+    Pack,
+    bytes_of_all,
+    copies_on,
+    pack_small,
+    send_together,
+)
+from parawrap.engine.survey import storage_of
 
 _requires_grad = attrgetter("requires_grad")
 _dtype_of = attrgetter("dtype")
+_layout_of = attrgetter("layout")
+_address_of = methodcaller("data_ptr")
+_STRIDED = frozenset({torch.strided})
 _last_step = object()
+# Of the elements of a pack, at least so many must have a gradient for all to travel; a guess. Below
+# it, more zeros than gradients would travel, and be added up
+_LEAST_PART = 0.5
 
 
 # A write in place raises the version of a parameter, so stale copies show without a comparison of
@@ -59,75 +73,129 @@ def read_sources(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 
 def read_memory(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.dtype]]:
     """Return where tensors lie, and their dtypes: ``p.data = x`` changes one of them."""
-    strided = torch.strided
+    dtypes = [*map(_dtype_of, tensors)]
+    if set(map(_layout_of, tensors)) <= _STRIDED:
+        return [*map(_address_of, tensors)], dtypes
     # A sparse tensor has no address of its own
+    strided = torch.strided
     addresses = [each.data_ptr() if each.layout is strided else id(each) for each in tensors]
-    return addresses, [*map(_dtype_of, tensors)]
+    return addresses, dtypes
 
 
 # Two nodes lie between a parameter and its copies. `_Broadcast`, one per device, runs backward on a
-# stream of that device. `_AtHome`, one for all devices, runs it on the caller's stream at home:
+# stream of that device: torch runs a node on the stream that was current when its first output on
+# an accelerator was made. `_AtHome`, one for all devices, runs on the caller's stream at home:
 # there torch adds up what the devices send, and it warns of gradients from other streams.
+#
+# Edges of three kinds lead from `_Broadcast` to `_AtHome`:
+#
+# - One per pack of small parameters, for their gradients as one flat tensor. torch adds it up once
+#   per device; the gradients of a thousand biases would be a thousand additions per device.
+# - One per parameter, for a gradient that goes alone: of a large parameter, whose addition takes
+#   longer than the call that starts it; a sparse one; and one of few in a backward pass. A
+#   reentrant checkpoint runs the node once per segment, and would send all packs each time.
+# - One for a vector on the CPU, with a 1 per parameter whose gradient is in a flat tensor. torch
+#   adds these vectors too, so the sum says which parameters have a gradient on any device. The
+#   others must get None, and not the zeros that fill their places.
+#
+# Both nodes save nothing, so one graph serves any number of backward passes.
 
 
 class _AtHome(torch.autograd.Function):
-    """From parameters to the same memory.
+    """From parameters to the edges that `_Broadcast` sends gradients along.
 
     It runs on the caller's stream, where torch adds up the gradients of all devices.
     """
 
     @staticmethod
-    def forward(ctx: Any, *originals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, packs: Sequence[Pack], *originals: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # a parameter that a call does not use gets no gradient
-        same = tuple(tensor.detach() for tensor in originals)
-        frozen = []
-        for tensor, original in zip(same, originals, strict=True):
-            if not original.requires_grad:
-                frozen.append(tensor)
-        ctx.mark_non_differentiable(*frozen)
-        return same
+        ctx.packs = packs
+        same = [*map(torch.Tensor.detach, originals)]
+        # Of the other outputs only the shape, the dtype, and the device count. All elements of one
+        # have the same memory, which nothing reads
+        flats = [same[pack.indices[0]].new_empty_strided((pack.size,), (0,)) for pack in packs]
+        is_packed = torch.empty_strided((len(same),), (0,), dtype=torch.float32, device="cpu")
+        return (*same, *flats, is_packed)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # noqa: ARG004
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         # The parameters own the gradients from here on, and torch adds to each of them in place.
-        return tuple(
-            None if gradient is None else _without_neighbors(gradient) for gradient in gradients
-        )
+        count = len(gradients) - len(ctx.packs) - 1
+        found = [
+            None if gradient is None else _without_neighbors(gradient)
+            for gradient in gradients[:count]
+        ]
+        *flats, is_packed = gradients[count:]
+        sums = [] if is_packed is None else is_packed.tolist()  # on the CPU: no device waits
+        for pack, flat in zip(ctx.packs, flats, strict=True):
+            if flat is None:
+                continue
+            is_present = [*map(bool, pack.pick(sums))]
+            pieces = _own_copies([*compress(pack.split(flat), is_present)])
+            for index, piece in zip(compress(pack.indices, is_present), pieces, strict=True):
+                alone = found[index]  # from another device
+                found[index] = piece if alone is None else piece + alone
+        return (None, *found)
 
 
 class _Broadcast(torch.autograd.Function):
-    """From parameters to their copies on one device. The gradients of the copies return together.
+    """From the edges of `_AtHome` to the copies of the parameters on one device.
 
-    It saves nothing, so one graph serves any number of backward passes.
+    The gradients of the copies return together.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, device: torch.device, *originals: torch.Tensor
+        ctx: Any,
+        packs: Sequence[Pack],
+        home: torch.device,
+        copies: Sequence[torch.Tensor],
+        *edges: torch.Tensor,  # noqa: ARG004
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # a reentrant checkpoint runs the node once per segment
-        ctx.home = originals[0].device
-        copies = copies_at(device, originals)
-        frozen = []
-        for copied, original in zip(copies, originals, strict=True):
-            if not original.requires_grad:
-                frozen.append(copied)
-        ctx.mark_non_differentiable(*frozen)
+        ctx.packs = packs
+        ctx.home = home
         return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        present: list[int] = []
-        sent: list[torch.Tensor] = []
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                present.append(index)
-                sent.append(gradient)
-        arrived = _send_together(sent, ctx.home)
-        found: list[torch.Tensor | None] = [None] * len(gradients)
-        for index, arrived_gradient in zip(present, arrived, strict=True):
-            found[index] = arrived_gradient
-        return (None, *found)
+        alone: list[torch.Tensor | None] = [*gradients]
+        dense = [
+            gradient if gradient is not None and gradient.layout is torch.strided else None
+            for gradient in gradients
+        ]
+        flats: list[torch.Tensor | None] = []
+        is_packed = [0.0] * len(alone)
+        for pack in ctx.packs:
+            is_present = [gradient is not None for gradient in pack.pick(dense)]
+            elements = sum(compress(pack.sizes, is_present))
+            if not any(is_present) or elements < _LEAST_PART * pack.size:
+                flats.append(None)
+                continue
+            flats.append(transfer(pack.flatten(dense), ctx.home))
+            for index in compress(pack.indices, is_present):
+                is_packed[index] = 1.0
+                alone[index] = None
+        present = [index for index, gradient in enumerate(alone) if gradient is not None]
+        sent = [gradient for gradient in alone if gradient is not None]
+        for index, arrived in zip(present, send_together(sent, ctx.home), strict=True):
+            alone[index] = arrived
+        vector = None
+        if any(is_packed):
+            vector = torch.tensor(is_packed, dtype=torch.float32, device="cpu")
+        return (None, None, None, *alone, *flats, vector)
+
+
+def _own_copies(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors with memory and versions of their own, in the memory formats of the pieces."""
+    if torch.is_grad_enabled() or not storage_of(pieces[0]):
+        return [piece.clone() for piece in pieces]  # in a graph, or batches of gradients, as below
+    copies = [*map(torch.empty_like, pieces)]
+    copy_all(copies, pieces)
+    return copies
 
 
 def _without_neighbors(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,29 +203,10 @@ def _without_neighbors(tensor: torch.Tensor) -> torch.Tensor:
 
     Tensors that traveled together share a version, and one of them would keep the memory of all.
     """
-    if tensor.layout is not torch.strided:
-        return tensor
+    if not storage_of(tensor):
+        return tensor  # sparse, or a batch of gradients, which `is_grads_batched` returns
     is_alone = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if is_alone else tensor.clone()
-
-
-def _send_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return tensors on another device, the small dense ones of one dtype in one copy.
-
-    Gradients flow through it.
-    """
-    found = [*tensors]
-    packs = pack_small(tensors)
-    alone = set(range(len(found)))
-    for pack in packs:
-        alone.difference_update(pack)
-    for index in alone:
-        found[index] = transfer(tensors[index], device)
-    for pack in packs:
-        pieces = send_packed([tensors[index] for index in pack], device)
-        for index, piece in zip(pack, pieces, strict=True):
-            found[index] = piece
-    return found
 
 
 class ParameterCopies:
@@ -196,8 +245,7 @@ class ParameterCopies:
             with torch.inference_mode(False):
                 self.by_device = self._link()
         elif self.originals:
-            for device in self.devices:
-                self.by_device[device] = copies_at(device, self.originals)
+            self.by_device = copies_on(self.devices, self.originals)
         for original, copied in self.pairs():
             attributes = vars(copied)
             attributes.update(vars(original))
@@ -212,7 +260,7 @@ class ParameterCopies:
     @property
     def nbytes(self) -> int:
         """The number of bytes that were copied."""
-        return len(self.devices) * sum(map(bytes_of, self.originals))
+        return len(self.devices) * bytes_of_all(self.originals)
 
     def must_link(self) -> bool:
         """True if gradients of a call of this moment must flow through the copies."""
@@ -248,26 +296,33 @@ class ParameterCopies:
     def _link(self) -> dict[torch.device, list[torch.Tensor]]:
         """Return copies that gradients flow through.
 
-        One node sends all leaves; each computed tensor, such as a parametrized weight, goes alone.
+        All leaves have the same nodes; each computed tensor, such as a parametrized weight, goes
+        alone.
         """
-        leaves = [tensor for tensor in self.originals if tensor.is_leaf]
-        same: tuple[torch.Tensor, ...] = ()
-        if leaves:
-            same = _AtHome.apply(*leaves)  # type: ignore[no-untyped-call]
-        found: dict[torch.device, list[torch.Tensor]] = {}
-        for device in self.devices:
-            sent: tuple[torch.Tensor, ...] = ()
-            if leaves:
-                sent = _Broadcast.apply(device, *same)  # type: ignore[no-untyped-call]
-            copies_of_leaves = iter(sent)
-            copies: list[torch.Tensor] = []
-            for tensor in self.originals:
-                if tensor.is_leaf:
-                    copies.append(next(copies_of_leaves))
-                else:
-                    # Its own graph leads to leaves, so torch's plain copy is enough.
-                    copies.append(transfer(tensor, device))
-            found[device] = copies
+        originals = self.originals
+        leaves: list[int] = []
+        learning: list[int] = []  # a copy of a frozen parameter is in no graph
+        computed: list[int] = []
+        for index, tensor in enumerate(originals):
+            (leaves if tensor.is_leaf else computed).append(index)
+            if tensor.is_leaf and tensor.requires_grad:
+                learning.append(index)
+        sources = [originals[index] for index in learning]
+        packs = pack_small(sources)
+        edges: tuple[torch.Tensor, ...] = ()
+        if sources:
+            edges = _AtHome.apply(packs, *sources)  # type: ignore[no-untyped-call]
+        found = copies_on(self.devices, [originals[index] for index in leaves])
+        for device, copies in found.items():
+            at = dict(zip(leaves, copies, strict=True))
+            if sources:
+                arguments = packs, sources[0].device, [at[index] for index in learning]
+                linked = _Broadcast.apply(*arguments, *edges)  # type: ignore[no-untyped-call]
+                at.update(zip(learning, linked, strict=True))
+            for index in computed:
+                # Its own graph leads to leaves, so torch's plain copy is enough.
+                at[index] = transfer(originals[index], device)
+            found[device] = [at[index] for index in range(len(originals))]
         return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,17 @@ from parawrap._private_names import (
 )
 from parawrap.engine.batched_copies import lasting
 from parawrap.engine.model_state import PlainPart, Snapshot
-from parawrap.engine.places import Place, has_rules_for_copies, read_slot
+from parawrap.engine.places import has_rules_for_copies, read_slot
 from parawrap.engine.survey import Survey, storage_of, vars_of
 from parawrap.errors import ReplicaError
 
 _CURE = (
     "Let its __deepcopy__ copy all attributes with copy.deepcopy(value, memo), or remove the method"
 )
+
+
+Writers = list[list[Callable[[Any], None]]]
+"""For each of some tensors, the functions that put another one into its places."""
 
 
 class Replica:
@@ -63,6 +67,7 @@ class Replica:
         self.is_dirty = self.has_graph = self.is_lent = False
         self._of_process: set[int] = set()
         self.params, self.tensors = [*params], tensors
+        self._writers: dict[int, Writers | None] = {}  # by the id of a list of the survey
         # The memo has ids, and the survey keeps the originals alive: no later object gets one
         self._memo: dict[int, Any] = {id(each): each for each in survey.shared}
         self._memo.update(known)
@@ -140,20 +145,39 @@ class Replica:
 
         Return False if a place cannot change.
         """
-        # All places first: a refusal must not leave half of them replaced
-        places: list[tuple[Place, Any, torch.Tensor]] = []
-        for original, tensor in zip(originals, new, strict=True):
-            for holder in self.survey.holders.get(id(original), ()):
-                if holder is None:
-                    return False
-                places.append((*holder, tensor))
-        for place, key, tensor in places:
-            self.snapshot.put(place, key, tensor)
+        writers = self._find_writers(originals)
+        if writers is None:
+            return False
+        for tensor, write_each in zip(new, writers, strict=True):
+            for write in write_each:
+                write(tensor)
         self._memo.update(zip(map(id, originals), new, strict=True))
         mine[:] = new
         self._origins = None
         self.snapshot.note()
         return True
+
+    def _find_writers(self, originals: Sequence[torch.Tensor]) -> Writers | None:
+        """Return, for each tensor, the functions that write its entries in the copy.
+
+        None if a place cannot change. `originals` are those of the survey, which has the same
+        entries for as long as it lives, so they are looked up once.
+        """
+        key = id(originals)
+        if key not in self._writers:
+            self._writers[key] = self._look_up_writers(originals)
+        return self._writers[key]
+
+    def _look_up_writers(self, originals: Sequence[torch.Tensor]) -> Writers | None:
+        found: Writers = []
+        for original in originals:
+            writers: list[Callable[[Any], None]] = []
+            for holder in self.survey.holders.get(id(original), ()):
+                if holder is None:
+                    return None
+                writers += self.snapshot.writers_of(*holder)
+            found.append(writers)
+        return found
 
     # What the replica owns
 

@@ -25,7 +25,7 @@ from parawrap._private_names import (
     version_of,
 )
 from parawrap.backends import record_use
-from parawrap.engine.batched_copies import bytes_of, copies_at, lasting
+from parawrap.engine.batched_copies import bytes_of_all, copies_on, lasting
 from parawrap.engine.forward_writes import (
     UnkeptWrites,
     contents_of,
@@ -402,14 +402,14 @@ class Replicas:
         if device == home or home is None:
             return clone_all(tensors)
         at_home = [tensor for tensor in tensors if tensor.device == home]
-        moved = iter(copies_at(device, at_home))
+        moved = iter(copies_on([device], at_home)[device])
         with lasting():
             found = [
                 next(moved) if tensor.device == home else tensor.detach().clone()
                 for tensor in tensors
             ]
         with self._lock:
-            self.copied_bytes += sum(map(bytes_of, at_home))
+            self.copied_bytes += bytes_of_all(at_home)
         for tensor, each in zip(tensors, found, strict=True):
             vars(each).update(vars(tensor))
         return found

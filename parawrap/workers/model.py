@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from parawrap._public import public
-from parawrap.engine.batched_copies import bytes_of, lasting
+from parawrap.engine.batched_copies import bytes_of_all, lasting
 from parawrap.engine.called_code import captured, names_of_globals
 from parawrap.engine.forward_writes import is_written_unseen
 from parawrap.engine.model_state import Doubts, Edition, ModelState, Snapshot, was_disturbed
@@ -119,7 +119,7 @@ class SentModel:
         if self._packed is None or not self._is_current():
             if self._packed is not None:
                 self.refreshes += 1
-                self.copied_bytes += sum(map(bytes_of, self._tensors))
+                self.copied_bytes += bytes_of_all(self._tensors)
             # In case of an error, or of Ctrl-C below: what was sent is no longer that of any state
             self._state = None
             # A `renew` from here on counts for the next call

@@ -211,3 +211,114 @@ def test_torchscript(form):
         torch.testing.assert_close(model(x), changed)
     with parallel(model, SIMS, out_dims=0), pytest.raises(ReplicaError, match="gradients do not flow"):
         model(x)
+
+
+class Experts(nn.Module):
+    """Each row goes to one of a few layers, so a device uses only some of them; some are used by no row."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
+        self.double()
+
+    def forward(self, x):
+        chosen = (x[:, 0] * 1e6).long() % 4
+        output = x
+        for index in chosen.unique().tolist():
+            of_expert = torch.where((chosen == index)[:, None], self.experts[index](x), 0)
+            output = output + of_expert
+        return output
+
+
+class Odd(nn.Module):
+    """Parameters of many kinds: without dims, without elements, complex, large, not contiguous, of several dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(5, 4, 2, padding=1, dtype=torch.float64).to(memory_format=torch.channels_last)
+        self.number = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
+        self.turned = nn.Parameter(torch.randn(3, 4, dtype=torch.float64).t())
+        self.gaps = nn.Parameter(torch.randn(4, 6, dtype=torch.float64)[:, ::2])
+        self.complex = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+        self.large = nn.Parameter(torch.randn(400, 400, dtype=torch.float64))
+        self.short = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        self.frozen = nn.Parameter(torch.ones(4, dtype=torch.float64), requires_grad=False)
+        self.flags = nn.Parameter(torch.tensor([True, False, True, True]), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+    def forward(self, x):
+        images = x[:, :, None, None].to(memory_format=torch.channels_last)
+        features = self.conv(images).mean((2, 3)) * self.number + self.empty.sum()
+        features = features @ self.turned + (features * self.complex).real @ self.gaps
+        return features * self.large.mean() + (self.short.double() * self.frozen * self.flags).sum()
+
+
+def accumulate(model, x):
+    for part in (x, x * 2):
+        model(part).square().sum().backward()
+
+
+def graph_of_gradients(model, x):
+    model(x).sin().sum().backward(create_graph=True)
+    found = [each.grad for each in model.parameters() if each.grad is not None]
+    torch.stack([each.abs().square().sum() for each in found if each.requires_grad]).sum().backward()
+    for each in model.parameters():
+        each.grad = None if each.grad is None else each.grad.detach()  # else a cycle keeps both
+
+
+STEPS = {"two": accumulate, "graph": graph_of_gradients}
+
+
+@HOMES
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("make", [Experts, Odd])
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_of_odd_parameters(make, step, home):
+    """They are the plain ones, in the same layout, and None where no device uses a parameter."""
+    model, plain = make().to(home), make()
+    plain.load_state_dict(model.state_dict())
+    with parallel(model, SIMS, out_dims=0):
+        for _ in range(2):
+            x = rows(9)
+            for each in (model, plain):
+                each.zero_grad()
+                step(each, x.to(next(each.parameters()).device))
+            assert_same_gradients(model, plain)
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                if mine.grad is not None and mine.numel():
+                    assert mine.grad.stride() == theirs.grad.stride()
+
+
+@pytest.mark.parametrize("make", [Experts, Odd])
+def test_batches_of_gradients(make):
+    """Gradients of several outputs in one pass, of a model on the CPU: torch has no rule for their way off a stream."""
+    model = make()
+    plain, x = copy.deepcopy(model), rows(9)
+
+    def gradients(each):
+        output = each(x)
+        weights = torch.stack([torch.ones_like(output), x[:, : output.shape[1]]])
+        learning = [parameter for parameter in each.parameters() if parameter.requires_grad]
+        found = torch.autograd.grad(output, learning, weights, is_grads_batched=True, allow_unused=True)
+        return dict(enumerate(found))
+
+    with parallel(model, SIMS, out_dims=0):
+        torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+@HOMES
+def test_memory_of_gradients(home):
+    """Each has its memory alone: one gradient that is kept does not keep those that traveled with it."""
+    model = Odd().to(home)
+    with parallel(model, SIMS, out_dims=0):
+        model(rows(9).to(home)).square().sum().backward()
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    assert len(gradients) == 9
+    for gradient in gradients:
+        assert gradient.untyped_storage().nbytes() == gradient.nbytes
+        version = gradient._version
+        for other in gradients:
+            if other is not gradient:
+                other.add_(1)
+        assert gradient._version == version

@@ -2,61 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import parawrap
 from parawrap import parallel
-from parawrap.engine.model_state import read_settled_count
-from tests.helpers.waiting import eventually
-
-ROOT = f"{Path(parawrap.__file__).parent}/"
-
-
-class Entries:
-    """Records the (file, function) of each entry into the package, in all threads that start after it."""
-
-    def __init__(self):
-        self.found = []
-
-    def __call__(self, frame, event, arg):
-        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
-            self.found.append((frame.f_code.co_filename.removeprefix(ROOT), frame.f_code.co_qualname))
-
-    def of(self, work):
-        """Return the entries of the last of 21 runs of `work`, until the lanes are idle again."""
-        for _ in range(20):
-            work()
-        # For a while after a hook was registered anywhere, calls look for more
-        eventually(lambda: read_settled_count() >= 0, "a count of hooks that stays")
-        work()
-        self.wait_until_idle()
-        self.found.clear()
-        work()
-        self.wait_until_idle()
-        return [*self.found], "\n".join(f"{count} {name}" for name, count in Counter(self.found).most_common())
-
-    def wait_until_idle(self):
-        count = None
-        while count != len(self.found):
-            count = len(self.found)
-            threading.Event().wait(0.1)
+from tests.helpers.entries import recorded_entries
 
 
 @pytest.fixture
 def entries():
-    before = sys.getprofile(), threading.getprofile()
-    threading.setprofile(recorder := Entries())
-    sys.setprofile(recorder)
-    yield recorder
-    sys.setprofile(before[0])
-    threading.setprofile(before[1])
+    with recorded_entries() as recorder:
+        yield recorder
 
 
 X = torch.randn(64, 64)
