@@ -52,6 +52,7 @@ class Replica:
         has_graph: True if a graph may lead here: checkpointing calls the modules again in a
             backward pass.
         is_lent: True if an output may call a layer of the copy later.
+        writes_unseen: True if forward may write the lane's own tensors without a new version.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Replica:
     ) -> None:
         self.survey = survey
         self.device = device
-        self.is_dirty = self.has_graph = self.is_lent = False
+        self.is_dirty = self.has_graph = self.is_lent = self.writes_unseen = False
         self._of_process: set[int] = set()
         self.params, self.tensors = [*params], tensors
         self._writers: dict[int, Writers | None] = {}  # by the id of a list of the survey
@@ -195,7 +196,18 @@ class Replica:
         found = self._origins.get(id(value))
         if found is None or id(value) in self.find_written():
             return None
+        if self.writes_unseen and isinstance(value, torch.Tensor) and self._is_other(value, found):
+            return None
         return found
+
+    def _is_other(self, tensor: torch.Tensor, original: torch.Tensor) -> bool:
+        """True for one of the lane's own tensors with other values than the model's."""
+        is_own = any(tensor is each for each in self.tensors)
+        if not is_own or tensor.layout is not torch.strided:
+            return False
+        same_form = tensor.shape == original.shape and tensor.dtype == original.dtype
+        here = original.to(tensor.device)
+        return not (same_form and torch.allclose(tensor, here, 0, 0, equal_nan=True))
 
     def owns(self, value: Any) -> bool:
         """True for an object that the copy made."""

@@ -338,6 +338,8 @@ class Replicas:
             map(is_written_unseen, filter(survey.is_buffer, tensors))
         )
         is_through_data = survey.writes_data and bool(tensors)
+        for replica in lanes:
+            replica.writes_unseen = is_unseen or is_through_data
         return ModelState(
             edition,
             snapshot,
