@@ -21,6 +21,8 @@ __all__ = ["count", "rows"]
 _DEVICES = 4
 _MOST_FOR_PARAMETERS_US = 60.0
 _MOST_PER_MODULE_US = 1.5
+_NORMS = 200
+_MOST_FOR_NORMS_US = 2_000.0  # a third of what calls took that made new buffers
 
 
 class _Holds(nn.Module):
@@ -35,8 +37,17 @@ class _Holds(nn.Module):
 
 
 def rows(rounds: int = 400) -> list[Row]:
-    """Measure bytes copied, unchanged parameters, and the check of the structure."""
-    return [_copied(), _unchanged(rounds), _checked(rounds)]
+    """Measure bytes copied, unchanged parameters, renewed statistics, and the check of the structure."""
+    return [_copied(), _unchanged(rounds), _renewed(rounds // 4), _checked(rounds)]
+
+
+def _renewed(rounds: int) -> Row:
+    """Measure calls in training mode without gradients, as those that compute statistics anew after averaging weights."""
+    model, x = nn.Sequential(*(nn.BatchNorm1d(8) for _ in range(_NORMS))), torch.randn(16, 8)
+    with torch.no_grad(), parallel(model, ["cpu"] * 2, out_dims=0):
+        arms = take_turns({"2 lanes": partial(model, x)}, rounds=rounds)
+    result = Result("call in training mode", arms["2 lanes"].median_us, "us").held_to("at most", _MOST_FOR_NORMS_US)
+    return Row(f"replicas: statistics of {_NORMS} batch norms, 2 CPU lanes", arms, [result])
 
 
 def _unchanged(rounds: int) -> Row:

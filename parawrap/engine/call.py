@@ -249,7 +249,8 @@ class Calls:
         used = state.lanes[: len(sizes)]
         only_tensors = flat.on_cpu or _TENSORS.issuperset(map(type, leaves))
         # Listed layers of torch write nothing, unless an argument or a hook brings other code
-        looks = not (state.edition.is_quiet and only_tensors) or any(global_hooks)
+        has_hooks = any(global_hooks)
+        looks = not (state.edition.is_quiet and only_tensors) or has_hooks
         watched = plan.written(flat) if None in plan.dims else []
         versions = [*map(version_of, state.params)]
         turns = self._decide_turns(leaves, only_tensors) if lanes.count > 1 else None
@@ -280,11 +281,14 @@ class Calls:
                 moments = moments_of(self.devices[: len(sizes)], sources)
 
         # Apply
+        if grad or has_hooks or not only_tensors:
+            for replica in used:
+                replica.are_tensors_held = True
         try:
             outputs, errors = lanes.run(tasks, turns, state.home, moments)
         except BaseException:  # an interrupt: parts may still run, and their writes are put back
             for replica in used:
-                replica.is_dirty = True
+                replica.is_dirty = replica.are_tensors_held = True
             raise
 
         # What did forward write?
@@ -295,6 +299,8 @@ class Calls:
             for replica in used:
                 replica.has_graph = True
         if errors:
+            for replica in used:
+                replica.are_tensors_held = True  # by the frames of a traceback
             _note_fixed_devices(errors, state.home, self.devices)
             raise_first_failure(errors, len(sizes), lanes.all, plan.describe)
         if watched and watched != plan.written(flat):
@@ -402,6 +408,8 @@ class Calls:
                 partial(entry.of(replica.target), *part, **named)
                 for replica, part, named in zip(used, args, kwargs, strict=True)
             ]
+            for replica in used:
+                replica.are_tensors_held = True
             try:
                 outputs = self.apply(calls, flatten((list(args), list(kwargs)))[0])
             finally:

@@ -16,6 +16,7 @@ from parawrap._private_names import (
     HOOK_TABLES,
     PARAMETERS,
     PRE_HOOKS,
+    copy_all,
     pruned_name_of,
 )
 from parawrap.backends import record_use, warn_caller
@@ -104,7 +105,8 @@ def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) ->
         if not (is_cut and survey.is_buffer(tensor)):
             names[name] = None
         elif edition.trains:
-            _refuse_parted(survey, tensor, attributes)
+            if attributes:
+                _refuse_parted(survey, tensor, attributes)
         else:
             names[name] = None
             _refuse_different(name, [replica.tensors[index] for replica in used])
@@ -134,7 +136,7 @@ def _find_written(used: Sequence[Replica]) -> set[int]:
     found: set[int] = set()
     for replica in used:
         if ids := replica.find_written():
-            found.update(index for index, tensor in enumerate(replica.tensors) if id(tensor) in ids)
+            found.update([at for at, tensor in enumerate(replica.tensors) if id(tensor) in ids])
     return found
 
 
@@ -174,15 +176,21 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 def _give_back(survey: Survey, written: set[int], first: Replica) -> None:
     """Copy the buffers that lane 0 wrote to the model."""
+    targets: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
     with lasting():
         for index, tensor in enumerate(survey.tensors):
             may_differ = index in written or survey.writes_data or is_written_unseen(tensor)
-            if may_differ and survey.is_buffer(tensor):
-                value = first.tensors[index]
-                if value.device != tensor.device:
-                    record_use([value])
-                target = tensor if index in written else tensor.data  # as quietly as C++ wrote it
-                target.copy_(value)
+            if not (may_differ and survey.is_buffer(tensor)):
+                continue
+            value = first.tensors[index]
+            if value.device != tensor.device:
+                record_use([value])
+            values.append(value)
+            # As quietly as C++ wrote it
+            targets.append(tensor if index in written else tensor.data)
+        if targets:
+            copy_all(targets, values)
 
 
 def is_written_unseen(tensor: torch.Tensor) -> bool:

@@ -513,6 +513,8 @@ class Edition:
         survey: The walk over the target.
         trains: True if a module is in training mode.
         is_quiet: True if forward is code of listed classes of torch.nn alone, which write nothing.
+        writes_statistics: True if forward is code of such classes, and of batch norms in training
+            mode, which write their statistics in place and nothing else.
         probed: Plans of cut calls that have run. The first call of each is watched more closely.
         is_checked: True once a whole call is watched for writes through ``.data``.
     """
@@ -523,6 +525,7 @@ class Edition:
         self.is_checked = False
         self.trains = any(module.training for module in survey.modules)
         self.is_quiet = survey.is_quiet()
+        self.writes_statistics = self.trains and survey.writes_statistics_alone()
 
 
 class Doubts:
@@ -546,7 +549,7 @@ class Doubts:
 class Copied(Protocol):
     """The replica of one lane, as far as the state of the model reads it."""
 
-    tensors: list[torch.Tensor]
+    versioned: list[torch.Tensor]
     is_dirty: bool
 
 
@@ -617,10 +620,9 @@ class ModelState(Generic[CopyT]):
         if not survey.is_lazy:
             self.params = [tensor for tensor in survey.params if not tensor.is_inference()]
         # The model's buffers and the lanes' own: forward may write either in a call
-        own = [*survey.tensors, *chain.from_iterable(replica.tensors for replica in lanes)]
-        if survey.is_lazy:  # a tensor without a shape has no version either
-            own = []
-        self._tracked = [tensor for tensor in own if not tensor.is_inference()]
+        self._tracked = [*survey.versioned]
+        if not survey.is_lazy:  # a tensor without a shape has no version either
+            self._tracked += chain.from_iterable(replica.versioned for replica in lanes)
         self._versions = [*map(version_of, self._tracked)]
         if versions is not None:
             self._versions[: len(versions)] = versions
@@ -705,9 +707,7 @@ def read_versions(survey: Survey) -> list[int]:
     A write raises the version after it. So a version that is read before a copy is made, and is
     still the same after it, is that of the copy.
     """
-    if survey.is_lazy:
-        return []
-    return [version_of(tensor) for tensor in survey.tensors if not tensor.is_inference()]
+    return [*map(version_of, survey.versioned)]
 
 
 def home_of_survey(survey: Survey) -> torch.device | None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from parawrap._private_names import (
     COMPILED_CALL,
     PARAMETERS,
     compiled_original,
+    copy_all,
     is_compiled_module,
     recompile_copy,
     version_of,
@@ -29,6 +32,7 @@ from parawrap.engine.places import has_rules_for_copies, read_slot
 from parawrap.engine.survey import Survey, storage_of, vars_of
 from parawrap.errors import ReplicaError
 
+_form_of = attrgetter("shape", "dtype", "device")
 _CURE = (
     "Let its __deepcopy__ copy all attributes with copy.deepcopy(value, memo), or remove the method"
 )
@@ -47,11 +51,15 @@ class Replica:
         target: The copy of the whole target.
         params: What the lane has in place of the survey's parameters, in the same order.
         tensors: The lane's own copies of the survey's other tensors, in the same order.
+        versioned: Those that have versions: all but inference tensors.
         snapshot: What the containers of the copy must hold before a call.
         is_dirty: True if a call may have left something that the next call must not find.
         has_graph: True if a graph may lead here: checkpointing calls the modules again in a
             backward pass.
         is_lent: True if an output may call a layer of the copy later.
+        are_tensors_held: True if a graph, an output, or code of the user's may hold one of the
+            lane's own tensors. Each run of the copy sets it that does not exclude all three; new
+            tensors reset it.
         writes_unseen: True if forward may write the lane's own tensors without a new version.
     """
 
@@ -66,6 +74,7 @@ class Replica:
         self.survey = survey
         self.device = device
         self.is_dirty = self.has_graph = self.is_lent = self.writes_unseen = False
+        self.are_tensors_held = False
         self._of_process: set[int] = set()
         self.params, self.tensors = [*params], tensors
         self._writers: dict[int, Writers | None] = {}  # by the id of a list of the survey
@@ -111,19 +120,35 @@ class Replica:
 
     def note_versions(self) -> None:
         """Note the versions of the lane's own tensors."""
-        self._versioned = [tensor for tensor in self.tensors if not tensor.is_inference()]
-        self._versions = [*map(version_of, self._versioned)]
-        # Both are read from the tensors of now, when an output is first looked at
+        self.versioned = [tensor for tensor in self.tensors if not tensor.is_inference()]
+        self._versions = [*map(version_of, self.versioned)]
+        # All three are read from the tensors of now, when they are first needed
+        self._forms: list[Any] | None = None
         self._memory: set[int] | None = None
         self._origins: dict[int, Any] | None = None
 
+    def write_tensors(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Write the values of the survey's tensors into the lane's own. False if they do not fit.
+
+        The caller ensures that nothing else holds the lane's own.
+        """
+        if self._forms is None:
+            self._forms = [*map(_form_of, self.tensors)]
+        if [*map(_form_of, tensors)] != self._forms:
+            return False  # the model has other data: ``buffer.data = ...``
+        if self.tensors:
+            with lasting():
+                copy_all(self.tensors, [*tensors])
+        self._versions = [*map(version_of, self.versioned)]
+        return True
+
     def is_written(self) -> bool:
         """True if a call wrote one of the lane's own tensors in place."""
-        return [*map(version_of, self._versioned)] != self._versions
+        return [*map(version_of, self.versioned)] != self._versions
 
     def find_written(self) -> set[int]:
         """Return the ids of the lane's own tensors that a call wrote in place."""
-        pairs = zip(self._versioned, self._versions, strict=True)
+        pairs = zip(self.versioned, self._versions, strict=True)
         return {id(tensor) for tensor, before in pairs if version_of(tensor) != before}
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
@@ -134,7 +159,7 @@ class Replica:
 
     def is_buffer_of_model(self, tensor: torch.Tensor) -> bool:
         """True for a buffer, or another tensor that does not learn, of the model itself."""
-        return any(tensor is each for each in self.survey.tensors)
+        return any(map(is_, self.survey.tensors, repeat(tensor)))
 
     def replace(
         self,

@@ -367,10 +367,27 @@ class Replicas:
         return True
 
     def _renew_tensors_of(self, replica: Replica, state: ModelState[Replica]) -> bool:
-        """Give a lane new copies of its own tensors. A graph may hold the old ones."""
+        """Give a lane the values of the model's tensors. False if a place cannot change.
+
+        It gets new tensors, since a graph may hold the old ones. The exception is a lane that has
+        run nothing but layers of torch.nn since it got its tensors, without gradients, hooks, or
+        arguments with code of their own (`are_tensors_held`). Such layers keep no buffer, and they
+        return none: every output is a new tensor, or an argument. So the lane's modules alone hold
+        the tensors, and a write is seen by the next call alone, which it is for. The lane may be
+        at work on them on a stream; `Lanes.run_idle` orders the write after that work.
+        """
+        may_write = (
+            state.edition.writes_statistics
+            and replica.device == state.home
+            and not replica.are_tensors_held
+            and not replica.is_lent
+        )
+        if may_write and replica.write_tensors(state.survey.tensors):
+            return True
         tensors = self._copy_tensors(replica.device, state.survey, state.home)
         has_places = replica.replace(state.survey.tensors, replica.tensors, tensors)
         replica.note_versions()
+        replica.are_tensors_held = False
         return has_places
 
     def _copy_parameters(
@@ -430,6 +447,7 @@ class Replicas:
         state, first = self.state, self.state.lanes[0]
         if first.device == state.home:
             first.replace(state.survey.tensors, first.tensors, [*state.survey.tensors])
+            first.are_tensors_held = True
 
     def copy_for_lanes(self, value: Any) -> tuple[list[Any], bool]:
         """Return one copy of a callable per lane, and True if it holds a random generator.
@@ -442,6 +460,8 @@ class Replicas:
         survey = Survey(value)
         if not (survey.places or survey.opaque or survey.twins):
             return [value] * len(self.devices), bool(survey.generators)
+        for replica in self.state.lanes:
+            replica.are_tensors_held = True
         return [replica.copy_other(survey) for replica in self.state.lanes], bool(survey.generators)
 
     def _refuse_cuda_graphs(self, survey: Survey) -> None:
@@ -519,12 +539,14 @@ class Replicas:
             replica.restore()
         state = self.state
         if not (state.renews_always or replica.is_written()):
+            replica.are_tensors_held = True
             return
         if not self._renew_tensors_of(replica, state):
             tensors = self._copy_tensors(replica.device, state.survey, state.home)
             with torch.no_grad():  # a tuple holds one of them
                 copy_all(replica.tensors, tensors)
             replica.note_versions()
+        replica.are_tensors_held = True  # what a whole call runs and returns is not looked at
 
     def refuse_write(self, versions: Sequence[int], state: ModelState[Replica]) -> None:
         """Raise an error that names the first parameter with another version than it had.

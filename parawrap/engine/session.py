@@ -355,6 +355,7 @@ class Session(Calls):
         is_plain = ready.is_quiet and call.moment is None and not call.kwargs
         if is_plain and _TENSORS.issuperset(map(type, call.args)):
             replica = state.lanes[lane.index]
+            replica.are_tensors_held = True  # by a graph
             output = call.entry.of(replica.target)(*call.args)
             # A stream looks once, at its end
             is_read_now = call.future is not None
@@ -429,6 +430,7 @@ class Session(Calls):
             if self.recorder.traces:
                 record = partial(self.recorder.record, "prepare", call.entry.batch, None)
             prepare = call.ready.prepares[lane.index]
+            self.replicas.state.lanes[lane.index].are_tensors_held = True  # it has the lane's parts
             call.args, call.kwargs = as_call(timed(record, lane.index, prepare, *call.args))
         cutter = self.cutters[call.entry.method]
         if call.args and type(call.args[0]) is torch.Tensor:

@@ -26,7 +26,7 @@ import string
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -138,6 +138,7 @@ _QUIET_CLASSES = frozenset(
     getattr(torch.nn, name) for name in _QUIET.split() if hasattr(torch.nn, name)
 )
 _QUIET_IN_EVAL = frozenset({torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d})
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # the buffers of these
 
 
 class Survey:
@@ -148,6 +149,7 @@ class Survey:
         params: The parameters, and other tensors that learn or share memory with them. Lanes on
             their device share them.
         tensors: The other tensors. Each lane has its own copy.
+        versioned: Those of the other tensors that have versions: all but inference tensors.
         modules: The modules, each before its submodules.
         shared: The objects that all lanes use.
         twins: The functions with closures that hold parts of the model. Each lane gets its own.
@@ -191,6 +193,10 @@ class Survey:
         self.holders: dict[int, list[tuple[Place, Any] | None]] = {}
         self._walk(target)
         self._share_aliases()
+        self._buffers: set[int] = set()
+        for tensor in self.tensors:
+            if any(place.kind == BUFFERS for place in self.places_of(tensor)):
+                self._buffers.add(id(tensor))
         self.twins = self._find_twins()
         for function in self.twins:
             for name, cell in zip(
@@ -200,6 +206,9 @@ class Survey:
                     self.owned[id(cell)] = cell
                     self._enter(cell, "cell", f"{self.path_of(function)} captures {name!r}", ())
         self.is_lazy = any(map(is_lazy, self.params))
+        self.versioned: list[torch.Tensor] = []
+        if not self.is_lazy:  # a tensor without a shape has no version
+            self.versioned += [tensor for tensor in self.tensors if not tensor.is_inference()]
         renormalizes = any(getattr(module, "max_norm", None) is not None for module in self.modules)
         owners = [*self.modules, *(place.owner for place in self.places if place.kind == "vars")]
         classes = {base for owner in owners for base in type(owner).__mro__}
@@ -217,7 +226,7 @@ class Survey:
 
     def is_buffer(self, tensor: torch.Tensor) -> bool:
         """True for a buffer of a module."""
-        return any(place.kind == BUFFERS for place in self.places_of(tensor))
+        return id(tensor) in self._buffers
 
     # The walk
 
@@ -424,7 +433,22 @@ class Survey:
 
         These write no attribute, buffer, or parameter.
         """
-        if self.functions or self.scripts or not all(map(_is_quiet_module, self.modules)):
+        return self._has_only(_is_quiet_module)
+
+    def writes_statistics_alone(self) -> bool:
+        """Read the modules: True if forward is code of listed classes, and batch norms of torch.nn.
+
+        In training mode, these write their statistics in place, and nothing else. All tensors
+        besides parameters are such statistics then.
+        """
+        statistics: set[int] = set()
+        for module in self.modules:
+            if type(module) in _QUIET_IN_EVAL:
+                statistics.update(map(id, map(vars(module)[BUFFERS].get, _STATISTICS)))
+        return self._has_only(_is_listed_module) and statistics.issuperset(map(id, self.tensors))
+
+    def _has_only(self, is_known: Callable[[torch.nn.Module], bool]) -> bool:
+        if self.functions or self.scripts or not all(map(is_known, self.modules)):
             return False
         others = [
             place.owner for place in self.places if not isinstance(place.owner, torch.nn.Module)
@@ -494,8 +518,14 @@ def _has_plain_lookup(value: Any) -> bool:
 
 
 def _is_quiet_module(module: torch.nn.Module) -> bool:
+    writes = module.training and type(module) in _QUIET_IN_EVAL
+    return not writes and _is_listed_module(module)
+
+
+def _is_listed_module(module: torch.nn.Module) -> bool:
+    """True for a layer of a listed class with no other code: no hook, and no function set on it."""
     cls = type(module)
-    if cls not in _QUIET_CLASSES and (module.training or cls not in _QUIET_IN_EVAL):
+    if cls not in _QUIET_CLASSES and cls not in _QUIET_IN_EVAL:
         return False
     own = [*vars(module).items()]
     has_hooks = any(name in HOOK_TABLES and part for name, part in own if name not in NOT_CALLED)

@@ -100,3 +100,21 @@ def test_odd_models_equal_a_plain_copy(spec):
         events=(*events, ("unfreeze", 4), ("no_grad", 4)),
     )
     assert run(case) == Outcome("answered")
+
+
+@pytest.mark.parametrize("devices", [["sim:0", "sim:0"], ["sim:0", "sim:1", "sim:0"]], ids=str)
+@torch.no_grad()
+def test_batch_norm_statistics_without_gradients(devices):
+    """Lanes of one device run on streams of their own, and renew their statistics for each call."""
+    plain = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 5), nn.BatchNorm1d(5)).double()
+    model = copy.deepcopy(plain).to("sim:0")
+    with parallel(model, devices, out_dims=0) as p:
+        for count in (12, 12, 9, 12):
+            x = rows(count) * 3 + 1
+            output = model(x.to("sim:0"))
+            parts = x.split(p.stats().shards)
+            expected = torch.cat([copy.deepcopy(plain)(part) for part in parts])
+            torch.testing.assert_close(output.cpu(), expected)
+            plain(parts[0])
+            ours = {name: value.cpu() for name, value in model.state_dict().items()}
+            torch.testing.assert_close(ours, dict(plain.state_dict()))

@@ -57,3 +57,14 @@ def test_entries_of_a_warm_stream(entries):
     with parallel(model(), ["cpu"] * 2) as p:
         found, shown = entries.of(lambda: list(p.map([X] * 32)))
     assert 0 < len(found) <= 450, shown
+
+
+@torch.no_grad()
+def test_entries_of_batch_norms(entries):
+    """A call in training mode enters at most 8 functions more per batch norm, whose statistics it renews."""
+    counts = []
+    for count in (10, 60):
+        with parallel(net := nn.Sequential(*(nn.BatchNorm1d(64) for _ in range(count))), ["cpu"] * 2, out_dims=0):
+            found, shown = entries.of(lambda net=net: net(X))
+        counts.append(len(found))
+    assert counts[1] - counts[0] <= 8 * 50, shown

@@ -170,3 +170,15 @@ def test_statistics_between_calls():
             else:
                 change(model)
             change(plain)
+
+
+@torch.no_grad()
+def test_batch_norms_without_statistics():
+    """They normalize the rows of their lane in both modes, and have nothing to renew."""
+    model = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 3))
+    with parallel(model, TWO, out_dims=0) as p:
+        for x in BATCHES:
+            output = model(x)
+            assert_close(output, torch.cat([model[:](part) for part in x.split(p.stats().shards)]))
+            suspect = model[:](x)  # a plain call of layers, in training mode
+            assert suspect.shape == output.shape
