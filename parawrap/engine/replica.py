@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -75,6 +75,9 @@ class Replica:
         self.device = device
         self.is_dirty = self.has_graph = self.is_lent = self.writes_unseen = False
         self.are_tensors_held = False
+        # The tensors of TorchScript modules that have copies on another device, and these copies
+        self._of_scripts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._versions_of_scripts: list[int] = []
         self._of_process: set[int] = set()
         self.params, self.tensors = [*params], tensors
         self._writers: dict[int, Writers | None] = {}  # by the id of a list of the survey
@@ -327,21 +330,38 @@ class Replica:
         survey, memo = self.survey, self._memo
         if not survey.scripts or all(self.of(each) is each for each in survey.params):
             return
-        if torch.is_grad_enabled() and any(each.requires_grad for each in survey.params):
-            msg = (
-                f"no replica of {survey.path_of(survey.scripts[0])!r} can be made on "
-                f"{self.device}: gradients do not flow through the copy of a TorchScript module. "
-                "For inference, call it in torch.no_grad(). To train, use the module that it was "
-                "made from, or lanes on the device of the model alone"
-            )
-            raise ReplicaError(msg)
         # A submodule is copied with the module around it
         inner: set[int] = set()
         for script in survey.scripts:
             inner.update(id(child) for child in script.modules() if child is not script)
         for script in survey.scripts:
-            if id(script) not in inner:
-                memo[id(script)] = copy.deepcopy(script).to(self.device)
+            if id(script) in inner:
+                continue
+            if torch.is_grad_enabled() and any(each.requires_grad for each in script.parameters()):
+                msg = (
+                    f"no replica of {survey.path_of(script)!r} can be made on {self.device}: "
+                    "gradients do not flow through the copy of a TorchScript module. For "
+                    "inference, call it in torch.no_grad(). To train, use the module that it was "
+                    "made from, or lanes on the device of the model alone"
+                )
+                raise ReplicaError(msg)
+            copied = copy.deepcopy(script).to(self.device)
+            memo.update(zip(map(id, script.modules()), copied.modules(), strict=True))
+            originals = chain(script.parameters(), script.buffers())
+            copies = chain(copied.parameters(), copied.buffers())
+            for pair in zip(originals, copies, strict=True):
+                if not pair[1].is_inference():  # it has no version
+                    self._of_scripts.append(pair)
+        self._versions_of_scripts = [version_of(copied) for _, copied in self._of_scripts]
+
+    def find_written_script(self) -> torch.Tensor | None:
+        """Return a tensor of a TorchScript module whose copy was written; None if there is none."""
+        for (original, copied), before in zip(
+            self._of_scripts, self._versions_of_scripts, strict=True
+        ):
+            if version_of(copied) != before:
+                return original
+        return None
 
     def _make_twin(self, function: types.FunctionType) -> types.FunctionType:
         """Make the lane's own function for one that captures parts of the model.

@@ -511,7 +511,7 @@ class Replicas:
         if [*map(version_of, state.params)] != versions:
             self.refuse_write(versions, state)
         if state.away.by_device:
-            self._refuse_writes_away()
+            self._refuse_writes_away(used)
         if True in map(_is_dirty, used) or state.must_renew_tensors():
             self.unkept.add(settle_writes(state.edition, used, is_cut=True))
         if self.unkept.waiting:
@@ -529,7 +529,7 @@ class Replicas:
         if is_at_home and [*map(version_of, state.params)] != versions:
             self.refuse_write(versions, state)
         if state.away.by_device:
-            self._refuse_writes_away()
+            self._refuse_writes_away([replica])
         if replica.is_dirty or replica.is_written():
             self.unkept.add(settle_writes(state.edition, [replica], is_cut=False))
 
@@ -558,9 +558,12 @@ class Replicas:
             if version_of(tensor) != before and not may_renormalize(state.survey, tensor):
                 raise parameter_error(state.survey, tensor)
 
-    def _refuse_writes_away(self) -> None:
+    def _refuse_writes_away(self, used: Sequence[Replica]) -> None:
         """Raise an error if forward wrote a copy of a parameter on another device."""
         written = self.state.away.find_written()
+        for replica in used:
+            if written is None:
+                written = replica.find_written_script()
         if written is not None:
             self.renew()
             raise parameter_error(self.state.survey, written)

@@ -213,6 +213,62 @@ def test_torchscript(form):
         model(x)
 
 
+class Scripted(nn.Module):
+    """TorchScript modules inside another module: one that learns nothing, and a part of it under a second name."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5, dtype=torch.float64)
+        self.encoder = torch.jit.script(nn.Sequential(linear_of_five(), nn.Tanh(), linear_of_five()))
+        self.head = self.encoder._modules["2"]
+
+    def forward(self, x):
+        return self.head(self.encoder(self.linear(x)))
+
+
+def linear_of_five() -> nn.Module:
+    return nn.Linear(5, 5, dtype=torch.float64).requires_grad_(requires_grad=False)
+
+
+@HOMES
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_torchscript_inside_a_model(home):
+    """Gradients flow through copies of TorchScript modules without parameters that learn."""
+    model, x = Scripted().to(home), rows(9).to(home)
+    plain = copy.deepcopy(model)
+    with parallel(model, SIMS, out_dims=0) as p:
+        for _ in range(2):
+            for each in (model, plain):
+                each(x).square().sum().backward()
+        assert_same_gradients(model, plain)
+        with torch.no_grad():
+            torch.testing.assert_close([model(x), *p.map([x])], [plain(x)] * 2)
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return x + self.calls
+
+
+@HOMES
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_writes_of_torchscript(home):
+    """A write is refused in each kind of call, also if each lane would write a copy of its own."""
+    model, x = nn.Sequential(linear(), torch.jit.script(Counting())).eval().to(home), rows(9).to(home)
+    with parallel(model, SIMS, out_dims=0) as p:
+        for call in (model, p, lambda x: p.submit(x).result(), lambda x: [*p.map([x])]):
+            with pytest.raises(ReplicaError, match=r"'1\.calls' of a scripted module was written"):
+                call(x)
+
+
 class Experts(nn.Module):
     """Each row goes to one of a few layers, so a device uses only some of them; some are used by no row."""
 
