@@ -9,6 +9,54 @@
 torch.Size([9, 2])
 """
 
+# The files of this folder, the packages, and the tests under tests/ that keep their promises. The
+# docstring of each package has the same map of its files. A package imports errors.py, _public.py,
+# _private_names.py, and the packages that tests/test_package_rules.py allows. tests/cuda/ runs
+# blocks and ranks on GPUs, tests/devices/ on simulated ones. tests/fuzz/ compares random models and
+# calls with plain calls, and tests/engine/test_entries.py counts the functions of a warm call.
+#
+# file              | contents                                  | tests
+# ----------------- | ----------------------------------------- | ----------------------------------
+# __init__.py       | public names, each imported when it is    | test_package_rules.py
+#                   | first used                                |
+# __main__.py       | `python -m parawrap`                      | cli/test_main.py
+# _private_names.py | private names of torch, Python, and       | test_private_names.py
+#                   | cloudpickle, each with its reason         |
+# _public.py        | the decorator with which public names     | test_package_rules.py
+#                   | report `parawrap` as their module         |
+# _version.py       | the version, readable without torch       | cli/test_main.py
+# cpu.py            | `keep_freed_memory`: malloc keeps freed   | test_cpu.py
+#                   | buffers inside the block                  |
+# errors.py         | all exceptions, and the texts that they   | test_errors.py
+#                   | end with                                  |
+# neuron.py         | `parawrap.neuron`: NeuronCores under the  | neuroncores/test_neuron.py
+#                   | vendor's names                            | neuron_devices/test_parallel.py
+# py.typed          | marks the package as typed                | typing/api.py
+# testing.py        | `parawrap.testing`: `check_rowwise` and   | api/test_check_rowwise.py
+#                   | `neuron_host`                             | neuroncores/test_choose_runtime.py
+# tree.py           | nested values: flatten, rebuild, and give | test_tree.py
+#                   | each leaf an address                      |
+# api/              | public classes and functions: they check  | api/
+#                   | arguments and delegate                    |
+# backends/         | devices, the `devices` argument, copies   | backends/
+#                   | between devices, warnings at the user's   | devices/
+#                   | line                                      |
+# cli/              | the command `parawrap`                    | cli/
+# displays/         | timelines as pages and traces, tables for | displays/
+#                   | notebooks                                 |
+# engine/           | a call in lanes: plan, replicas, cut,     | engine/
+#                   | join, streams; resumed streams            | api/parallel/
+# functional/       | helpers inside a rank: seeds, loaders,    | functional/
+#                   | averages, metrics                         |
+# launch/           | platforms, launches, ranks that stay,     | launch/
+#                   | launchers (local, torchrun, Slurm, Ray)   | contract/
+# neuroncores/      | the engine on NeuronCores: the vendor's   | neuroncores/
+#                   | runtimes, and emulated cores              |
+# processes/        | other processes: the server that forks,   | processes/
+#                   | ranks, their pool, messages, pickles      |
+# workers/          | lanes in other processes, on this machine | workers/
+#                   | or on Ray                                 |
+
 import importlib
 from typing import TYPE_CHECKING
 

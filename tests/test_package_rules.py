@@ -1,5 +1,5 @@
-"""Rules for the whole package: allowed imports, the cost of importing parawrap, and documented
-public names.
+"""Rules for the whole package: allowed imports, whole maps, the cost of importing parawrap, and
+documented public names.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ import parawrap
 
 PACKAGE = Path(parawrap.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+FOLDERS = [file.parent for file in FILES if file.name == "__init__.py"]
+TESTS = Path(__file__).parent
 
 # The subpackages that a subpackage may import, besides itself and `errors`. "." is
 # parawrap/__init__.py.
@@ -97,6 +100,46 @@ def test_imports_run_downwards():
             assert other in allowed | (of_all - {"_version"}), f"{module} imports {name}"
             is_private = any(part.startswith("_") for part in name.split(".")[1:])
             assert not is_private or other in of_all | {subpackage}, f"{module} imports {name}"
+
+
+def read_map(folder: Path) -> list[tuple[str, str, list[str]]]:
+    """Return the rows of the map in the `__init__.py` of a package: file, contents, and tests.
+
+    The map is in the docstring, or in a comment below it. A line without a file goes on with the
+    row above it.
+    """
+    text = (folder / "__init__.py").read_text()
+    lines = [line.removeprefix("# ") for line in text.splitlines()]
+    header = [line.split() for line in lines].index(["file", "|", "contents", "|", "tests"])
+    rows: list[tuple[str, str, list[str]]] = []
+    for line in takewhile(lambda line: "|" in line, lines[header + 2 :]):
+        file, contents, test = (cell.strip() for cell in line.split("|"))
+        if file:
+            rows.append((file, contents, []))
+        if test:
+            rows[-1][2].append(test)
+    return rows
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_maps_are_whole(folder):
+    """The map of a package has one row for each of its files and packages, and no row for others.
+
+    Each row says what is in the file, and names tests that exist. An `__init__.py` needs a row only
+    if it has more than names of others.
+    """
+    rows = read_map(folder)
+    listed = [file for file, _, _ in rows]
+    packages = {f"{each.name}/" for each in FOLDERS if each.parent == folder}
+    needed = {file.name for file in folder.glob("*.py")} - {"__init__.py"} | packages
+    assert needed - set(listed) == set(), f"{folder / '__init__.py'} lacks rows for these"
+    assert sorted(set(listed)) == sorted(listed), "a file has two rows"
+    for file, contents, tests in rows:
+        assert (folder / file).exists(), f"there is no {file}"
+        assert contents, f"the row of {file} does not say what it contains"
+        assert tests, f"the row of {file} names no test"
+        for test in tests:
+            assert (TESTS / test).exists(), f"the row of {file} names {test}, which does not exist"
 
 
 IMPORTS = f"""

@@ -1,4 +1,65 @@
 """The public functions and classes.
 
-Each one checks its arguments and delegates to the engine or to a launcher.
+Each one checks its arguments and delegates to the engine or to a launcher. This package knows what
+users write; how calls and launches run is in `engine`, `workers`, `neuroncores`, and `launch`.
+
+`tests/api/test_cures.py` and `tests/api/parallel/test_cures_of_calls.py` try the cures that the
+errors of blocks and wrappers name.
+
+file                    | contents                        | tests
+----------------------- | ------------------------------- | ----------------------------------------
+_check_arguments.py     | check the arguments of          | api/test_cures.py
+                        | `parallel` before anything      |
+                        | starts                          |
+_containers.py          | read, rebuild, and transpose    | api/test_collate.py
+                        | containers of samples and of    | api/test_tuples.py
+                        | parts                           |
+_decorated.py           | decorated functions and         | api/test_wrapper_methods.py
+                        | methods: metadata, binding,     | api/test_wrapper.py
+                        | pickles                         |
+_map_and_submit.py      | `p.map` and `p.submit`: check   | api/parallel/test_streams.py
+                        | their options, draw the         |
+                        | progress bar                    |
+check_rowwise.py        | `check_rowwise`: check that a   | api/test_check_rowwise.py
+                        | model treats rows independently |
+collate.py              | `tp_collate`,                   | api/test_collate.py
+                        | `default_collate`: one          |
+                        | mini-batch per device           |
+collect.py              | `collect`: outputs of inner     | api/test_collect.py
+                        | layers as outputs of a call     |
+compare.py              | `compare`: time and differences | api/test_compare.py
+                        | of plain calls and lanes, with  |
+                        | a conclusion                    |
+data_parallel.py        | `DataParallel`,                 | api/test_data_parallel.py
+                        | `data_parallel`, and attributes | api/test_data_parallel_outputs.py
+                        | looked up on the wrapped module | api/test_data_parallel_subclasses.py
+                        |                                 | api/test_wrapped_attributes.py
+move_to_device.py       | `recursive_to`,                 | api/test_move_to_device.py
+                        | `recursive_cuda`, `cuda_attrs`, |
+                        | `Batch`                         |
+neuron_data_parallel.py | `neuron.DataParallel`: rows     | neuroncores/test_neuron_data_parallel.py
+                        | split over NeuronCores          |
+other_programs.py       | the CPU time of other programs  | api/test_other_programs.py
+                        | while `compare` measures        |
+parallel.py             | `parallel`, `Parallel`: open    | api/parallel/test_same_object.py
+                        | and close a block; its options, | api/test_cures.py
+                        | `stats`, `trace`                |
+parallel_wrapper.py     | `ParallelWrapper`, with zeta's  | api/test_parallel_wrapper.py
+                        | options                         |
+scatter_gather.py       | `scatter`, `scatter_kwargs`,    | api/test_scatter_gather.py
+                        | `replicate`, `parallel_apply`,  |
+                        | `gather`, as in torch           |
+sweep.py                | `train.map`: one launch per     | api/test_sweep.py
+                        | item, `Sweep`, how many run at  |
+                        | the same time                   |
+tuple_parallel.py       | `TupleParallel`, `tuple_fn`:    | api/test_tuple_parallel.py
+                        | arguments with one part per     |
+                        | device                          |
+tuples.py               | `cat`, `transpose`: tuples with | api/test_tuples.py
+                        | one part per device             |
+tuplewise.py            | `Tuplewise`: apply an operation | api/test_tuplewise.py
+                        | to each item of a sequence      |
+wrapper.py              | `wrapper`, `Wrapper`: call,     | api/test_wrapper.py
+                        | submit, map, or run inline a    | launch/test_launch.py
+                        | function on ranks               |
 """

@@ -1,7 +1,23 @@
 """Device backends: count devices, make one current in a thread, and parse the `devices` argument.
 
 This package handles torch's device types. It has no code for modules, calls, or processes.
-``_backend_registry.py`` maps each kind of device to its backend.
+
+file                 | contents                                   | tests
+-------------------- | ------------------------------------------ | --------------------------------
+_backend.py          | one kind of device: count, streams, pinned | devices/test_lane_streams.py
+                     | memory, random state, captures             | backends/test_resolve_devices.py
+_backend_registry.py | from a kind of device to its backend; the  | backends/test_resolve_devices.py
+                     | best kind for "auto"                       |
+_neuron_devices.py   | two packages named torch_neuronx, and the  | neuron_devices/test_parallel.py
+                     | NeuronCores that variables list            | neuroncores/test_neuron_cores.py
+_resolve_devices.py  | the `devices` argument: one torch device   | backends/test_resolve_devices.py
+                     | per lane                                   | backends/test_cores.py
+_transfer.py         | copies between devices that do not block;  | devices/test_transfer.py
+                     | memory kept until streams have read it     | cuda/test_memory.py
+_warnings.py         | warnings and tracebacks that point at the  | backends/test_warnings.py
+                     | user's line                                | api/parallel/test_errors.py
+cores.py             | cores of the CPU that this process may     | backends/test_cores.py
+                     | use; the share of each lane                |
 """
 
 from torch import Stream

@@ -1,6 +1,16 @@
 """The command ``parawrap``: its parser, its exit codes, and ``timeline``.
 
-Imports torch only where it is needed.
+This package knows the words of the command line, and what it prints. It imports torch only where it
+is needed.
+
+file            | contents                                               | tests
+--------------- | ------------------------------------------------------ | -------------------------
+__init__.py     | the parser, the exit codes, and `parawrap timeline`    | cli/test_main.py
+                |                                                        | cli/test_trace_to_page.py
+_doctor.py      | `parawrap doctor`: limits of the machine, and a trial  | cli/test_doctor.py
+                | of lanes and of ranks                                  |
+_run_command.py | `parawrap run`: find a function, convert its           | cli/test_run.py
+                | arguments, launch it                                   |
 """
 
 from __future__ import annotations

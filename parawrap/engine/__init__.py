@@ -1,6 +1,152 @@
 """A call of a parallel target: scatter, replicate, apply, and gather.
 
-`call.py` has a cut call, whole. `replicas.py` keeps the copies of the model, `survey.py` finds what
-there is to copy, `borrowed.py` brings back what forward does to arguments, `hand_over.py` gives the
-outputs to the caller, and `streams.py` runs whole batches.
+This package knows models, tensors, devices, and lanes in threads of this process. It does not know
+other processes, ranks, or clusters: `workers` takes the same steps with lanes in other processes,
+and `neuroncores` with lanes that feed cores.
+
+How a call runs::
+
+    model(x, mask=m)
+     │
+     ├─ plain?    run without lanes: inside a lane, under a tracer, in a      must_run_plainly
+     │            forked child
+     ├─ plan      look up which arguments are cut, and the sizes of the       cut.py
+     │            shards; a single shard usually runs without lanes
+     ├─ current?  compare the model with its state at the last refresh; if    model_state.py
+     │            they differ, bring the replicas up to date                  replicas.py
+     │                                                                        parameter_copies.py
+     ├─ scatter   cut the arguments into one shard per lane, and note what    cut.py
+     │            each lane has borrowed                                      borrowed.py
+     ├─ apply     run every shard in its lane; the caller runs lane 0's,      lanes.py
+     │            and each that no lane has begun; in turns, one thread
+     │            runs all shards of a device
+     ├─ gather    join the changes of arguments and the outputs on the        join.py, borrowed.py
+     │            output device; copy what lanes keep                         hand_over.py
+     └─ settle    refuse, give back, or put back what forward wrote into      forward_writes.py
+                  the model; enter the changes into the caller's arguments    borrowed.py
+
+`Calls.call` in `call.py` takes these steps, and `Calls._decide_turns` decides which shards run one
+after another. Whole calls (`map`, `submit`) and calls in workers take them too:
+`Session.run_whole` in `session.py`, `WorkerSession.call` in `workers/worker_session.py`, and
+`ModelServer.answer` in `workers/worker.py`.
+
+- A call is decided from the call alone: from its arguments, the options of the block, the model,
+  and the modes of torch. It never depends on earlier calls, on a measured time, on two equal
+  numbers, or on a shape that happens to match. Between calls, a session keeps plans, replicas,
+  counters, and which warnings it has given.
+- The caller's containers are written after all joins, so a refused call leaves dicts and lists of
+  its arguments alone.
+- Of several lanes that fail, the first one's error is raised (`raise_first_failure` in `call.py`).
+- `tests/engine/test_entries.py` limits the number of functions that a warm call enters.
+
+Without `out_dims`, the sizes of the shards are never all equal (`uneven_sizes` in
+`shard_sizes.py`). A size that does not come from the rows cannot match different counts, so each
+call shows which outputs follow the rows. No shard has one row next to shards of two:
+
+rows | lanes | without `out_dims`           | with `out_dims`
+---- | ----- | ---------------------------- | ---------------
+11   | 2     | 6, 5                         | 6, 5
+16   | 2     | 9, 7                         | 8, 8
+8    | 2     | 5, 3, with a warning         | 4, 4
+8    | 4     | 3, 3, 2, with a warning      | 2, 2, 2, 2
+6    | 3     | 4, 2, with a warning         | 2, 2, 2
+5    | 3     | 3, 2                         | 3, 2
+4    | 2     | a plain call, with a warning | 2, 2
+3    | 2     | a plain call                 | a plain call
+
+On devices with streams, inputs in pageable host memory above 64 KiB go through pinned memory
+(`backends/_transfer.py`). `map` and `submit` copy the next batch on another stream while the
+current one runs; at most two batches per lane are on the device. Outputs go straight to their place
+on the output device.
+
+No lock is used where one step of Python is enough. These are one step, with and without the
+interpreter lock:
+
+one step                                                       | used for
+-------------------------------------------------------------- | -----------------------------------
+`pop`, `popleft`, `popitem` of a dict, list, or deque          | work that one thread alone may take
+`append`, an assignment of an item, `setdefault`, `set.add`    | results, caches, names to warn of
+`[*dict.items(d)]`, `[*values]` of a list or set, `deque.copy` | a look at what other threads change
+an assignment of an attribute                                  | a new state, which is complete
+                                                               | before it is stored
+
+These are not: ``x += 1``, a loop over a dict or a deque, a view of an OrderedDict or of a class of
+the user's, a look followed by a write. A counter belongs to a lock, and its comment names the lock.
+Two flags that two threads write and read crosswise are written and read under one lock.
+
+file                | contents                             | tests
+------------------- | ------------------------------------ | ---------------------------------------
+batched_copies.py   | send many tensors to another device  | devices/test_replica_set.py
+                    | in few copies                        |
+borrowed.py         | changes of arguments: noted for each | api/parallel/test_borrowed_arguments.py
+                    | lane, joined, entered into the       | api/parallel/test_cut_and_join.py
+                    | caller's objects                     | workers/test_given_arguments.py
+call.py             | a cut call, whole: `Stub`, `Calls`;  | api/parallel/test_answers.py
+                    | plain calls, turns, the error of     | api/parallel/test_errors.py
+                    | several lanes                        | devices/test_turns.py
+called_code.py      | `find_writes`: code that forward     | api/parallel/test_shared_by_lanes.py
+                    | leads to; writes of weights,         | api/parallel/test_modes.py
+                    | globals, generators                  |
+concatenate.py      | join tensors on the output device,   | engine/test_concatenate.py
+                    | pad them; reduce numbers, or refuse  | engine/test_reduce_numbers.py
+                    | them                                 |
+cut.py              | plan which arguments are cut, cache  | engine/test_cut.py
+                    | plans, scatter, write rows back      | engine/test_round_trip.py
+                    |                                      | api/parallel/test_cut_and_join.py
+cut_errors.py       | errors of calls that cannot be cut,  | engine/test_cut_errors.py
+                    | with the `in_dims` that settle them  | api/parallel/test_cures_of_calls.py
+device_streams.py   | streams of a lane, and the order of  | devices/test_lane_streams.py
+                    | its work and the caller's            | cuda/test_memory.py
+fingerprint.py      | the weights and options of a target  | api/parallel/test_resume.py
+                    | as a text, equal in every process    |
+flat_call.py        | a call taken apart: the row count or | api/parallel/test_cutting.py
+                    | the kind of each leaf                |
+forward_writes.py   | writes of forward into the model:    | api/parallel/test_state.py
+                    | given back, put back with a warning, | api/parallel/test_freshness.py
+                    | refused                              | api/parallel/test_shared_by_lanes.py
+hand_over.py        | outputs without the containers and   | api/parallel/test_handed_over.py
+                    | buffers that a lane keeps            |
+in_dims.py          | `in_dims`: where the rows of each    | api/parallel/test_cutting.py
+                    | argument lie                         |
+join.py             | join the outputs of the lanes, or    | engine/test_join_outputs.py
+                    | refuse                               | api/parallel/test_joining.py
+join_rules.py       | `out_dims`, `reduce`, and other      | engine/test_join_rules.py
+                    | options for joining; errors that     |
+                    | name options                         |
+lanes.py            | lanes: their guarantees, threads,    | api/parallel/test_concurrency.py
+                    | parts of a call, the caller's modes  | api/parallel/test_interrupts.py
+                    |                                      | api/parallel/test_modes.py
+model_state.py      | `ModelState.is_current`: compare the | api/parallel/test_freshness.py
+                    | model with its state at the last     |
+                    | refresh                              |
+parameter_copies.py | copies of parameters on other        | devices/test_parameter_copies.py
+                    | devices, and the way of gradients    |
+                    | back                                 |
+patch.py            | replace methods of a module while a  | api/parallel/test_same_object.py
+                    | block is open                        |
+places.py           | containers of a model: where they    | api/parallel/test_freshness.py
+                    | are, how they are read and written   |
+replica.py          | one replica: how an object of any    | api/parallel/test_shared_by_lanes.py
+                    | class is copied for a lane           | api/parallel/test_same_object.py
+                    |                                      | devices/test_lane_state.py
+replicas.py         | replicas of all lanes: make,         | api/parallel/test_freshness.py
+                    | refresh, settle writes; refused      | devices/test_replica_set.py
+                    | devices and CUDA graphs              | cuda/test_graphs.py
+resume.py           | `map(resume=folder)`: files of       | api/parallel/test_resume.py
+                    | outputs, digests of batches          |
+session.py          | an open block: whole calls in lanes, | api/parallel/test_streams.py
+                    | their futures, counters              | api/parallel/test_concurrency.py
+shard_sizes.py      | how many rows each lane gets         | engine/test_shard_sizes.py
+stats.py            | `p.stats`: counters of calls, rows,  | api/parallel/test_streams.py
+                    | and busy seconds                     | displays/test_tables.py
+streams.py          | `map` and `submit` of whole calls:   | api/parallel/test_streams.py
+                    | order, batches in flight, errors     | api/parallel/test_errors.py
+survey.py           | one walk over all that a target      | api/parallel/test_cures_of_calls.py
+                    | leads to; which objects lanes share, | api/parallel/test_shared_by_lanes.py
+                    | or cannot                            |
+trace.py            | `p.trace`: record the calls of each  | api/parallel/test_streams.py
+                    | lane                                 |
+rules/              | values with their own rules:         | engine/test_register_split.py
+                    | registered classes, caches,          | engine/test_packages.py
+                    | TensorDicts, graphs                  |
 """

@@ -2,7 +2,23 @@
 
 These NeuronCores are not torch devices: a model compiled for a core takes and returns tensors on
 the CPU. A vendor's package is imported when a runtime is first needed. The newer torch_neuronx,
-with torch devices, uses ``backends/_backend.py``.
+with torch devices, uses ``backends/_backend.py``. This package does not know ranks or launches:
+`launch/_devices.py` gives each rank its core.
+
+file                | contents                                 | tests
+------------------- | ---------------------------------------- | -----------------------------------
+_choose_runtime.py  | choose the runtime of this process;      | neuroncores/test_choose_runtime.py
+                    | `neuron_host`                            |
+_core_session.py    | the session of a block on NeuronCores:   | neuroncores/test_core_session.py
+                    | two lanes per core                       |
+_emulated_cores.py  | `NeuronHost`: a double of the vendor's   | neuroncores/test_runtime.py
+                    | runtime, on the CPU                      |
+_neuron_cores.py    | names of NeuronCores, and how many this  | neuroncores/test_neuron_cores.py
+                    | process has                              |
+_runtime.py         | the base class of runtimes; compiled     | neuroncores/test_runtime.py
+                    | shapes, example inputs of `trace`        | neuroncores/test_example_call.py
+_vendor_runtimes.py | adapters of torch_neuronx and            | neuroncores/test_vendor_runtimes.py
+                    | torch_neuron                             |
 """
 
 from parawrap.neuroncores._choose_runtime import neuron_host, runtime, using

@@ -6,4 +6,78 @@
 
 This package knows a number of ranks, settings, and functions. It does not depend on platforms,
 clusters, or models.
+
+How a call of ranks that stay runs::
+
+    ranks(f, x)
+     │
+     ├─ pack      the function if the ranks lack it, the globals that         script_globals.py
+     │            changed, the arguments                                      packing.py
+     ├─ hold      Ctrl-C only wakes this thread until `finish`: no message    held_signals.py
+     │            is half read
+     ├─ begin     encode for every rank, then send: a limit of this           pool.py, wire.py
+     │            process fails the call, and no rank has got it
+     ├─ drive     this thread waits for the answers, and reads them           events.py
+     │            ▲ the thread of the pool reads status and output, runs      launch/ranks_run.py
+     │            │ timers, and wakes this thread at a death; it goes on      members.py
+     │            └ with the call after Ctrl-C
+     ├─ finish    note how the ranks ended it; release Ctrl-C                 pool.py
+     └─ load      unpickle the values, or raise the error of the first        outcomes.py
+                  failure
+
+If another call runs, or waits, a call lines up behind it, and the thread of the pool makes it.
+`Pool._settle` and `Pool._look` decide when a call ends, and `first_failure` in `outcomes.py` which
+error is raised.
+
+Two rules hold for all pools, and `tests/processes/test_supervision.py` keeps them: the thread that
+owns a pool resolves every open call on every way out, and nothing in it waits without a deadline. A
+worker is a rank that stays: its lane sends and receives, and one thread per block notices how
+processes end (`workers/local_workers.py`).
+
+file              | contents                                    | tests
+----------------- | ------------------------------------------- | ----------------------------------
+definitions.py    | copies of classes and generic functions     | processes/test_definitions.py
+                  | that cloudpickle makes wrongly              |
+events.py         | events that a pool waits for, in its own    | processes/test_supervision.py
+                  | thread and in a caller's                    |
+fork_server.py    | the process that forks ranks; keepers,      | processes/test_fork_server.py
+                  | which end leftover processes                | processes/test_supervision.py
+forks.py          | descriptors that processes which the user   | processes/test_supervision.py
+                  | forks must not inherit                      |
+held_signals.py   | hold back Ctrl-C while a caller changes a   | processes/test_held_signals.py
+                  | pool                                        |
+latch.py          | an event that Ctrl-C cannot leave locked    | processes/test_held_signals.py
+main_thread.py    | where the main thread of a rank is, and how | processes/test_progress.py
+                  | long it idles; stacks                       | launch/test_hangs.py
+members.py        | processes of ranks, as the launching        | processes/test_fork_server.py
+                  | process sees them: start, output, end       | processes/test_supervision.py
+outcomes.py       | how ranks end a call; which failure is      | processes/test_outcomes.py
+                  | raised, and its text (`RankDiedError` and   | processes/test_exceptions.py
+                  | others)                                     | contract/test_failures.py
+output.py         | output of ranks: kept, written to log       | processes/test_output.py
+                  | files, printed by lines                     |
+packing.py        | values of one message: tensors in one       | workers/test_requests.py
+                  | block, small pickles                        |
+pickling.py       | pickle values with tensors apart; what goes | processes/test_pickling.py
+                  | by value; name what cannot be sent          | processes/test_modules_by_value.py
+                  |                                             | processes/test_unpicklable.py
+pool.py           | calls of ranks: send, supervise, time       | launch/test_ends_of_calls.py
+                  | limits, hangs, deadlocks, interrupts        | launch/test_failed_calls.py
+                  |                                             | launch/test_hangs.py
+preemption.py     | `should_checkpoint`, `requeue`: ranks agree | processes/test_preemption.py
+                  | on the step to save in                      |
+process_groups.py | the store where ranks meet, their groups,   | processes/test_process_groups.py
+                  | ends of collectives                         | launch/test_failed_calls.py
+rank_process.py   | the process of a rank: main thread, control | processes/test_rank_process.py
+                  | thread, exit                                |
+refusals.py       | values that lose their meaning in another   | processes/test_unpicklable.py
+                  | process: shards, fake tensors               |
+script_globals.py | globals of the script, and functions that   | processes/test_script_globals.py
+                  | ranks keep between calls                    | processes/test_kept_functions.py
+settings.py       | environment, folder, import path, and       | processes/test_settings.py
+                  | settings of torch for ranks                 | launch/test_ranks.py
+shared_memory.py  | memory that processes share: files without  | processes/test_wire.py
+                  | a path, slabs                               | processes/test_rank_process.py
+wire.py           | messages over one end of a socket, with     | processes/test_wire.py
+                  | limits on files and memory                  | processes/test_supervision.py
 """

@@ -1,1 +1,18 @@
-"""Launches on a Slurm cluster."""
+"""Launches on a Slurm cluster.
+
+The ranks of a launch are the tasks of its batch job: Slurm starts, supervises, and ends them. This
+process and the tasks communicate through files in a folder and Slurm's commands, without a pool.
+
+file             | contents                                    | tests
+---------------- | ------------------------------------------- | -----------------------------------
+batch_job.py     | the batch script, its resources, and its    | launch/slurm/test_batch_job.py
+                 | submission with submitit                    |
+batch_run.py     | follow a submitted job: output, deaths,     | launch/slurm/test_batch_run.py
+                 | states, restarts, cancels                   |
+commands.py      | scontrol, scancel, and other commands;      | launch/slurm/test_batch_job.py
+                 | states of a job                             |
+launch_folder.py | the private folder through which the        | launch/slurm/test_launch_folder.py
+                 | submitter and the tasks communicate         |
+task.py          | a task of the job, which is a rank:         | launch/slurm/test_slurm_launcher.py
+                 | outcome, signals, preemption, exit          |
+"""
