@@ -37,16 +37,22 @@ class _Holds(nn.Module):
 
 
 def rows(rounds: int = 400) -> list[Row]:
-    """Measure bytes copied, unchanged parameters, renewed statistics, and the check of the structure."""
+    """Measure bytes copied, unchanged parameters, renewed statistics, and the check of the
+    structure.
+    """
     return [_copied(), _unchanged(rounds), _renewed(rounds // 4), _checked(rounds)]
 
 
 def _renewed(rounds: int) -> Row:
-    """Measure calls in training mode without gradients, as those that compute statistics anew after averaging weights."""
+    """Measure calls in training mode without gradients, as those that compute statistics anew after
+    averaging weights.
+    """
     model, x = nn.Sequential(*(nn.BatchNorm1d(8) for _ in range(_NORMS))), torch.randn(16, 8)
     with torch.no_grad(), parallel(model, ["cpu"] * 2, out_dims=0):
         arms = take_turns({"2 lanes": partial(model, x)}, rounds=rounds)
-    result = Result("call in training mode", arms["2 lanes"].median_us, "us").held_to("at most", _MOST_FOR_NORMS_US)
+    result = Result("call in training mode", arms["2 lanes"].median_us, "us").held_to(
+        "at most", _MOST_FOR_NORMS_US
+    )
     return Row(f"replicas: statistics of {_NORMS} batch norms, 2 CPU lanes", arms, [result])
 
 

@@ -83,6 +83,9 @@ MODULE_ENTRIES = frozenset(vars(torch.nn.Module())) - {"training"}
 # reads them.
 HOOK_TABLES = frozenset(name for name in MODULE_ENTRIES - NOT_CALLED if "_hooks" in name)
 PRE_HOOKS = "_forward_pre_hooks"
+# True for tensors that are parameters for `isinstance`: copies of parameters on other devices are.
+# The public way is a subclass of Parameter, which would be a leaf
+IS_PARAMETER = "_is_param"
 # The name of the attribute that a hook of torch.nn.utils.prune computes in each call, which is no
 # write of forward. Nothing public tells it.
 pruned_name_of: Callable[[Any], Any] = attrgetter("_tensor_name")

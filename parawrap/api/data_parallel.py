@@ -38,11 +38,15 @@ _VERBS = ("scatter", "replicate", "parallel_apply", "gather")
 class WrappedAttributes(torch.nn.Module):
     """A base of modules that look up missing attributes on the module that they wrap.
 
-    Names like ``__deepcopy__`` are not looked up: a copy of the wrapper would be a copy of the module.
+    Names like ``__deepcopy__`` are not looked up: a copy of the wrapper would be a copy of the
+    module.
     """
 
     def _inner(self) -> Any:
-        """Return the wrapped module; None before the wrapper has it, as before ``__init__`` and during unpickling."""
+        """Return the wrapped module.
+
+        None before the wrapper has it, as before ``__init__`` and during unpickling.
+        """
         return submodule(self, "module")
 
     def __getattr__(self, name: str) -> Any:
@@ -52,7 +56,8 @@ class WrappedAttributes(torch.nn.Module):
             if (name.startswith("__") and name.endswith("__")) or self._inner() is None:
                 raise
         if hasattr(type(self), name):
-            return object.__getattribute__(self, name)  # Python drops the error of a property before `__getattr__`
+            # Python drops the error of a property before `__getattr__`
+            return object.__getattribute__(self, name)
         return getattr(self._inner(), name)
 
 
@@ -68,26 +73,30 @@ def submodule(module: Any, name: str) -> Any:
 class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
     """Split each batch over several devices: a subclass of torch.nn.DataParallel with the same API.
 
-    Each call cuts the inputs into one shard per lane, runs the shards on replicas of `module`, and joins the outputs on
-    `output_device`. Gradients accumulate in the parameters of `module`.
+    Each call cuts the inputs into one shard per lane, runs the shards on replicas of `module`, and
+    joins the outputs on `output_device`. Gradients accumulate in the parameters of `module`.
 
-    As in torch, 0-d outputs become a vector with one value per device (with a warning), values without tensors go to every
-    device, and subclasses may override `scatter`, `replicate`, `parallel_apply`, and `gather`. The differences from torch:
+    As in torch, 0-d outputs become a vector with one value per device (with a warning), values
+    without tensors go to every device, and subclasses may override `scatter`, `replicate`,
+    `parallel_apply`, and `gather`. The differences from torch:
 
-    - Missing attributes and methods are looked up on `module`. Setting an attribute sets it on the `DataParallel`.
+    - Missing attributes and methods are looked up on `module`. Setting an attribute sets it on the
+      `DataParallel`.
     - Shards are balanced: their sizes differ by at most one, and none is dropped.
     - Keyword arguments are cut like positional ones.
-    - Replicas persist between calls, and are refreshed only if `module` changed. The method `replicate` makes new ones.
+    - Replicas persist between calls, and are refreshed only if `module` changed. The method
+      `replicate` makes new ones.
     - Autocast and all other modes apply in the lanes.
     - ``device_ids=["cpu", "cpu"]`` creates lanes on the CPU.
 
-    Lanes start at the first call, and end when the `DataParallel` is deleted or closed. A `DataParallel` is thread-safe.
+    Lanes start at the first call, and end when the `DataParallel` is deleted or closed. A
+    `DataParallel` is thread-safe.
 
     Args:
         module: The module to replicate, with its parameters and buffers on ``device_ids[0]``.
-        device_ids: One entry per lane: indices, strings, or torch devices, all of one type. By default every visible
-            accelerator. On a machine without an accelerator, calls run `module` directly unless `device_ids` names the
-            CPU.
+        device_ids: One entry per lane: indices, strings, or torch devices, all of one type. By
+            default every visible accelerator. On a machine without an accelerator, calls run
+            `module` directly unless `device_ids` names the CPU.
         output_device: The device of joined outputs; ``device_ids[0]`` by default.
         dim: The dim that the rows lie on.
 
@@ -95,7 +104,8 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         module: The wrapped module.
 
     Raises:
-        DeviceListError: If `device_ids` is empty, mixes types, or has an entry that is not a device.
+        DeviceListError: If `device_ids` is empty, mixes types, or has an entry that is not a
+            device.
         DeviceUnavailableError: If this machine does not have one of the devices.
 
     Example:
@@ -106,7 +116,8 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         (torch.Size([30, 5]), ['module.weight', 'module.bias'])
     """
 
-    _engine: tuple[tuple[Any, ...], Session] | None = None  # the session's settings, and the session
+    # The session's settings, and the session
+    _engine: tuple[tuple[Any, ...], Session] | None = None
 
     def __init__(
         self,
@@ -115,7 +126,8 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         output_device: DeviceLike | None = None,
         dim: int = 0,
     ) -> None:
-        torch.nn.Module.__init__(self)  # torch.nn.DataParallel.__init__ takes only indices of accelerators
+        # torch.nn.DataParallel.__init__ takes only indices of accelerators
+        torch.nn.Module.__init__(self)
         self.module = module
         self.dim = dim
         self._changing = threading.RLock()
@@ -138,10 +150,15 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and unpickled instances start their own lanes.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_engine", "_changing")}
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("_engine", "_changing")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_changing": threading.RLock()})  # type: ignore[no-untyped-call]
+        own: dict[str, Any] = {**state, "_changing": threading.RLock()}
+        super().__setstate__(own)  # type: ignore[no-untyped-call]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Scatter the inputs, replicate the module, apply the replicas, and gather the outputs.
@@ -157,21 +174,36 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
             if not self.device_ids or here.lane is not None or not self._session().is_ready():
                 return self.module(*inputs, **kwargs)
             self._check_placement()
-            if len(self.device_ids) > 1 and _have_rows(inputs, kwargs) and all(map(self._inherits, _VERBS)):
+            if (
+                len(self.device_ids) > 1
+                and _have_rows(inputs, kwargs)
+                and all(map(self._inherits, _VERBS))
+            ):
                 return self._session().call(Entry(self.module), inputs, kwargs)
-            # With the four methods, which a subclass may override. torch gives a call without rows to every device.
+            # With the four methods, which a subclass may override. torch gives a call without rows
+            # to every device.
             args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
-            if not args and not module_kwargs:  # an overridden scatter may return nothing for a call without arguments
+            # An overridden scatter may return nothing for a call without arguments
+            if not args and not module_kwargs:
                 args, module_kwargs = ((),), ({},)
             if len(self.device_ids) == 1:
                 return self.module(*args[0], **module_kwargs[0])
-            if not (self._inherits("scatter") and self._inherits("gather") and _have_rows(inputs, kwargs)):
+            if not (
+                self._inherits("scatter")
+                and self._inherits("gather")
+                and _have_rows(inputs, kwargs)
+            ):
                 return self.gather(self._run_shards(args, module_kwargs), self.output_device)
             cutter = self._session().cutters[None]
-            sizes = cutter.plan(cutter.flatten(inputs, kwargs), len(self.device_ids)).sizes  # a call may change the inputs
-            return gather_shards(self._run_shards(args, module_kwargs), sizes, self.output_device, self.dim)
+            # A call may change the inputs
+            sizes = cutter.plan(cutter.flatten(inputs, kwargs), len(self.device_ids)).sizes
+            return gather_shards(
+                self._run_shards(args, module_kwargs), sizes, self.output_device, self.dim
+            )
 
-    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
+    ) -> Any:
         """Return a tuple of args and a tuple of kwargs, with one entry per shard.
 
         A call without rows has one shard per device, and a call without arguments has one shard.
@@ -182,10 +214,13 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         """Return new replicas of `module`, one per device. You may change them."""
         return replicate(module, device_ids, not torch.is_grad_enabled())
 
-    def parallel_apply(self, replicas: Sequence[T], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+    def parallel_apply(
+        self, replicas: Sequence[T], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
         """Call replica i with args i and kwargs i in lane i, and return the outputs in lane order.
 
-        Lanes that share a device run one after another if gradients are enabled, so that a seed gives the same numbers.
+        Lanes that share a device run one after another if gradients are enabled, so that a seed
+        gives the same numbers.
         """
         if not self.device_ids:
             return parallel_apply(replicas, inputs, kwargs)
@@ -194,11 +229,11 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         return self._session().apply(calls, leaves) if calls else []
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Join outputs along `dim` on `output_device`. 0-d outputs become a vector with one value per lane."""
+        """Join outputs along `dim` on `output_device`. 0-d outputs become a vector of the lanes."""
         return gather(outputs, output_device, self.dim)
 
     def _run_shards(self, args: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Return the outputs of all shards: of the kept replicas, or of the replicas of an overridden verb."""
+        """Return the outputs of all shards, by kept replicas or those of an overridden verb."""
         if not (self._inherits("replicate") and self._inherits("parallel_apply")):
             replicas = self.replicate(self.module, self.device_ids[: len(args)])
             return self.parallel_apply(replicas, args, kwargs)
@@ -231,15 +266,20 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         rules = JoinRules(self.dim, reduce=vector, as_torch=True)
         output = device_named(self.output_device)
         return Session(
-            self.module, self._lanes, cutters={None: cutter}, rules=rules, output_device=output, shares_hooks=True
+            self.module,
+            self._lanes,
+            cutters={None: cutter},
+            rules=rules,
+            output_device=output,
+            shares_hooks=True,
         )
 
     def _check_placement(self) -> None:
         for tensor in chain(self.module.parameters(), self.module.buffers()):
             if tensor.device != self.src_device_obj:
                 msg = (
-                    f"module must have its parameters and buffers on device {self.src_device_obj} (device_ids[0]) but "
-                    f"found one of them on device: {tensor.device}"
+                    f"module must have its parameters and buffers on device {self.src_device_obj} "
+                    f"(device_ids[0]) but found one of them on device: {tensor.device}"
                 )
                 raise RuntimeError(msg)
 
@@ -253,7 +293,7 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Evaluate ``module(*inputs, **module_kwargs)`` once over several devices, like torch.nn.parallel.data_parallel.
+    """Evaluate a module once over several devices, like torch.nn.parallel.data_parallel.
 
     The lanes end with the call. For many calls, keep a `DataParallel`, or open a `parallel` block.
 
@@ -291,7 +331,10 @@ def _has_rows(value: Any) -> bool:
 
 
 def _lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
-    """Return the device of each lane. As in torch, calls run the module directly if this machine has no accelerator."""
+    """Return the device of each lane.
+
+    As in torch, calls run the module directly if this machine has no accelerator.
+    """
     if best_backend().type != "cpu":
         return resolve_devices(device_ids)
     try:
@@ -303,5 +346,8 @@ def _lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
 
 
 def _as_id(device: torch.device) -> Any:
-    """Return the index of a device of the best kind, as torch stores it in `device_ids`; otherwise the device itself."""
+    """Return the index of a device of the best kind, as torch stores it in `device_ids`.
+
+    Otherwise the device itself.
+    """
     return device if device.index is None or device.type != best_backend().type else device.index

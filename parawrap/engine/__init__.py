@@ -76,8 +76,8 @@ Two flags that two threads write and read crosswise are written and read under o
 
 file                | contents                             | tests
 ------------------- | ------------------------------------ | ---------------------------------------
-batched_copies.py   | send many tensors to another device  | devices/test_replica_set.py
-                    | in few copies                        |
+batched_copies.py   | send many tensors to another device  | devices/test_cost_of_copies.py
+                    | in few copies                        | devices/test_replica_set.py
 borrowed.py         | changes of arguments: noted for each | api/parallel/test_borrowed_arguments.py
                     | lane, joined, entered into the       | api/parallel/test_cut_and_join.py
                     | caller's objects                     | workers/test_given_arguments.py
@@ -110,9 +110,11 @@ in_dims.py          | `in_dims`: where the rows of each    | api/parallel/test_c
                     | argument lie                         |
 join.py             | join the outputs of the lanes, or    | engine/test_join_outputs.py
                     | refuse                               | api/parallel/test_joining.py
+join_errors.py      | errors of outputs that cannot be     | api/parallel/test_cures_of_outputs.py
+                    | joined, with the options that join   | api/test_cures.py
+                    | all of them                          |
 join_rules.py       | `out_dims`, `reduce`, and other      | engine/test_join_rules.py
-                    | options for joining; errors that     |
-                    | name options                         |
+                    | options for joining                  |
 lanes.py            | lanes: their guarantees, threads,    | api/parallel/test_concurrency.py
                     | parts of a call, the caller's modes  | api/parallel/test_interrupts.py
                     |                                      | api/parallel/test_modes.py
@@ -120,7 +122,7 @@ model_state.py      | `ModelState.is_current`: compare the | api/parallel/test_f
                     | model with its state at the last     |
                     | refresh                              |
 parameter_copies.py | copies of parameters on other        | devices/test_parameter_copies.py
-                    | devices, and the way of gradients    |
+                    | devices, and the way of gradients    | engine/test_gradients_of_copies.py
                     | back                                 |
 patch.py            | replace methods of a module while a  | api/parallel/test_same_object.py
                     | block is open                        |
@@ -130,8 +132,9 @@ replica.py          | one replica: how an object of any    | api/parallel/test_s
                     | class is copied for a lane           | api/parallel/test_same_object.py
                     |                                      | devices/test_lane_state.py
 replicas.py         | replicas of all lanes: make,         | api/parallel/test_freshness.py
-                    | refresh, settle writes; refused      | devices/test_replica_set.py
-                    | devices and CUDA graphs              | cuda/test_graphs.py
+                    | refresh, renew buffers, settle       | api/parallel/test_renewed_buffers.py
+                    | writes; refused devices and CUDA     | devices/test_replica_set.py
+                    | graphs                               | cuda/test_graphs.py
 resume.py           | `map(resume=folder)`: files of       | api/parallel/test_resume.py
                     | outputs, digests of batches          |
 session.py          | an open block: whole calls in lanes, | api/parallel/test_streams.py

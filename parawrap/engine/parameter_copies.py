@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from parawrap._private_names import copy_all, version_of
+from parawrap._private_names import IS_PARAMETER, copy_all, version_of
 from parawrap.backends import transfer
 from parawrap.engine.batched_copies import (
     Pack,
@@ -250,7 +250,7 @@ class ParameterCopies:
             attributes = vars(copied)
             attributes.update(vars(original))
             if isinstance(original, torch.nn.Parameter):
-                attributes["_is_param"] = True  # isinstance(copied, torch.nn.Parameter) holds then
+                attributes[IS_PARAMETER] = True
         # The versions show whether forward wrote a copy in place, which is refused: the parameter
         # does not get the write. An inference tensor has no version.
         self._pairs = [pair for pair in self.pairs() if not pair[1].is_inference()]

@@ -24,6 +24,8 @@ process is the only rank.
 #                       | `device`, `set_default_device`      |
 # _shard_loader.py      | `shard_loader`: a DataLoader of     | functional/test_shard_loader.py
 #                       | which each rank reads its share     |
+# _sync.py              | `sync`: the training state of one   | functional/test_sync.py
+#                       | rank for all ranks                  |
 
 from parawrap.functional._averages import average_params_grads
 from parawrap.functional._gather_rows import gather_rows

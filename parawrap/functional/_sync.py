@@ -63,8 +63,8 @@ def sync(
       ``state_dict()`` of `src` is loaded in all ranks.
     - **Gradients**: ``.grad`` becomes None in all ranks, because ranks may hold gradients of half a
       step.
-    - **Not copied**: ``model.training``, ``requires_grad``, extra state of modules, hooks, samplers,
-      and random generators.
+    - **Not copied**: ``model.training``, ``requires_grad``, extra state of modules, hooks,
+      samplers, and random generators.
 
     If the failure broke the process groups, DistributedDataParallel raises an error at the next
     step. Wrap the model again before that: ``model = functional.to(functional.unwrap(model))``.

@@ -346,8 +346,8 @@ def _bytes_of(storage: torch.UntypedStorage) -> Any:
     Not as a memoryview: the collector of Python 3.11 crashes if it meets a view of a view in a
     cycle, such as that of an exception and the frames of its traceback.
     """
-    memory = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
-    memory.owner = storage  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    memory: Any = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+    memory.owner = storage
     return memory
 
 

@@ -1,4 +1,6 @@
-"""The tests in this folder run on four simulated devices, which become the accelerator of the whole test process."""
+"""The tests in this folder run on four simulated devices, which become the accelerator of the whole
+test process.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from tests.helpers.tiers import require
 
 _missing = simdevice.available()
 if _missing is None:
-    # Install now: torch makes the worker threads of all devices at the first backward of the process.
+    # Install now: torch makes the worker threads of all devices at the first backward of the
+    # process.
     simdevice.install(4)
 
 
@@ -19,7 +22,8 @@ if _missing is None:
 def _races(monkeypatch):
     """Fail a test if the simulated devices report a race.
 
-    A machine without simulated devices skips the test, or fails it if PARAWRAP_TEST_REQUIRE names them.
+    A machine without simulated devices skips the test, or fails it if PARAWRAP_TEST_REQUIRE names
+    them.
     """
     require("sim", _missing)
     gc.collect()  # garbage of earlier tests holds memory on the devices

@@ -18,13 +18,18 @@ HOMES = pytest.mark.parametrize("home", ["sim:0", "cpu"])
 
 
 class Small(nn.Module):
-    """Many small parameters. The threads of backward passes start outside Python: a hook has them record."""
+    """Many small parameters.
+
+    The threads of backward passes start outside Python: a hook has them record.
+    """
 
     profile = staticmethod(lambda: None)  # of the class: a replica has its own attributes
 
     def __init__(self, count, home):
         super().__init__()
-        self.held = nn.ParameterList([nn.Parameter(torch.ones(4, device=home)) for _ in range(count)])
+        self.held = nn.ParameterList(
+            [nn.Parameter(torch.ones(4, device=home)) for _ in range(count)]
+        )
 
     def forward(self, x):
         for parameter in self.held:
@@ -37,7 +42,9 @@ class Small(nn.Module):
 @HOMES
 @torch.no_grad()
 def test_entries_of_a_warm_call(home):
-    """A call without gradients enters as few functions with 400 parameters as with 4: at most 500 on 4 devices."""
+    """A call without gradients enters as few functions with 400 parameters as with 4: at most 500
+    on 4 devices.
+    """
     counts = []
     with recorded_entries() as entries:
         for count in (4, 400):
@@ -51,7 +58,9 @@ def test_entries_of_a_warm_call(home):
 
 @HOMES
 def test_entries_of_a_training_step(home, monkeypatch):
-    """A step with 300 parameters more enters at most one function more per parameter and other device."""
+    """A step with 300 parameters more enters at most one function more per parameter and other
+    device.
+    """
     counts = []
     with recorded_entries() as entries:
         for count in (100, 400):
@@ -90,9 +99,11 @@ def additions(model, x):
 
 @pytest.mark.parametrize("count", [10, 300])
 def test_additions(count):
-    """Gradients are added once per further device and dtype, and those of lanes at home once per parameter.
+    """Gradients are added once per further device and dtype, and those of lanes at home once per
+    parameter.
 
-    One more addition per device is that of the marks which say what the parameters with a gradient are.
+    One more addition per device is that of the marks which say what the parameters with a gradient
+    are.
     """
     x = torch.ones(16, 4)
     assert additions(Small(count, "cpu"), x) == 3 * 2

@@ -1,4 +1,6 @@
-"""Writes of forward in lanes on several devices: statistics, other buffers, parameters, and odd places."""
+"""Writes of forward in lanes on several devices: statistics, other buffers, parameters, and odd
+places.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ HOMES = pytest.mark.parametrize("home", ["sim:0", "cpu"])
 @pytest.mark.parametrize("devices", [SIMS, ["sim:1", "sim:1"]], ids=str)
 @HOMES
 def test_batch_norm_statistics(home, devices):
-    """Each lane normalizes its own rows, the model keeps lane 0's statistics, and eval mode uses them in all lanes."""
+    """Each lane normalizes its own rows, the model keeps lane 0's statistics, and eval mode uses
+    them in all lanes.
+    """
     plain = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
     model = copy.deepcopy(plain).to(home)
     with parallel(model, devices) as p:
@@ -37,7 +41,9 @@ def test_batch_norm_statistics(home, devices):
 
 
 @HOMES
-@pytest.mark.parametrize("write", [lambda calls: calls.data.add_(1), lambda calls: setattr(calls, "data", calls + 1)])
+@pytest.mark.parametrize(
+    "write", [lambda calls: calls.data.add_(1), lambda calls: setattr(calls, "data", calls + 1)]
+)
 def test_writes_of_parameters(write, home):
     """They are refused, also in lanes that would write their own copy."""
 
@@ -48,7 +54,9 @@ def test_writes_of_parameters(write, home):
     model = Stateful(forward, calls=nn.Parameter(torch.zeros(()), requires_grad=False)).to(home)
     with parallel(model, SIMS):
         for _ in range(2):
-            with pytest.raises(ReplicaError, match="the parameter 'calls' was written during a call"):
+            with pytest.raises(
+                ReplicaError, match="the parameter 'calls' was written during a call"
+            ):
                 model(rows())
 
 
@@ -56,7 +64,9 @@ def test_writes_of_parameters(write, home):
 def test_later_writes_of_parameters(home):
     """A write that torch counts is refused at any call."""
     calls = nn.Parameter(torch.zeros(()), requires_grad=False)
-    model = Stateful(lambda self, x: x + self.calls.add_(1) if self.writes else x, calls=calls, writes=False).to(home)
+    model = Stateful(
+        lambda self, x: x + self.calls.add_(1) if self.writes else x, calls=calls, writes=False
+    ).to(home)
     with parallel(model, SIMS):
         model(rows())
         model.writes = True
@@ -78,7 +88,10 @@ SPECS = {
     "norm in a list": ("in_list", PLAIN, ("eval_norm",)),
     "scratch": ("in_list", ("scratch",), ("written_buffer",)),
 }
-"""Models of the fuzzer that keep modules, tensors, or state in unusual places. Each once had a wrong output in lanes."""
+"""Models of the fuzzer that keep modules, tensors, or state in unusual places.
+
+Each once had a wrong output in lanes.
+"""
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -1,7 +1,8 @@
 """Lanes work on their own streams, ordered with the caller's streams by events.
 
-The simulated devices report every memory access that no event orders, and they delay copies as long as the program
-allows. A fixture in conftest.py fails a test if a device reports a race; some tests check only this.
+The simulated devices report every memory access that no event orders, and they delay copies as long
+as the program allows. A fixture in conftest.py fails a test if a device reports a race; some tests
+check only this.
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ class Where(nn.Module):
         type(self).seen = []  # on the class, because a replica has its own attributes
 
     def forward(self, x):
-        self.seen.append((str(x.device), torch.sim.current_stream(x.device).stream_id, torch.sim.current_device()))
+        self.seen.append(
+            (
+                str(x.device),
+                torch.sim.current_stream(x.device).stream_id,
+                torch.sim.current_device(),
+            )
+        )
         return x * self.weight
 
 
@@ -57,7 +64,10 @@ def in_a_thread(work):
 
 @pytest.mark.parametrize("devices", [SIMS, TWICE], ids=str)
 def test_each_lane_has_its_own_stream(devices):
-    """It is not the caller's, and stays the same from call to call. The device of the lane is the current one."""
+    """It is not the caller's, and stays the same from call to call.
+
+    The device of the lane is the current one.
+    """
     model = Where().to("sim:0")
     with torch.no_grad(), parallel(model, devices):
         model(rows(11))
@@ -70,13 +80,16 @@ def test_each_lane_has_its_own_stream(devices):
 
 
 def test_later_blocks_reuse_streams():
-    """A block reuses the streams of closed blocks, because torch keeps memory for each stream that was ever used."""
+    """A block reuses the streams of closed blocks, because torch keeps memory for each stream that
+    was ever used.
+    """
     model = Where().to("sim:0")
     for _ in range(10):
         with torch.no_grad(), parallel(model, TWICE) as p:
             model(rows(9))
             list(p.map([rows(8)] * 4))
-    assert len({stream for _, stream, _ in model.seen}) <= 4  # two for compute and two for input copies
+    # Two for compute and two for input copies
+    assert len({stream for _, stream, _ in model.seen}) <= 4
 
 
 def test_callers_keep_their_streams():
@@ -88,11 +101,15 @@ def test_callers_keep_their_streams():
             model(rows(width=4))
         assert torch.sim.current_device() == 2
         assert torch.sim.current_stream("sim:2") == stream
-        assert [torch.sim.current_stream(device).stream_id for device in ("sim:0", "sim:1", "sim:3")] == [0, 0, 0]
+        assert [
+            torch.sim.current_stream(device).stream_id for device in ("sim:0", "sim:1", "sim:3")
+        ] == [0, 0, 0]
 
 
 def test_lanes_do_not_share_casts():
-    """Lanes on one device, each on its own stream, cast shared parameters separately under autocast."""
+    """Lanes on one device, each on its own stream, cast shared parameters separately under
+    autocast.
+    """
     model = nn.Linear(64, 64).to("sim:0")
     x = torch.ones(9, 64, device="sim:0")
     with torch.no_grad(), parallel(model, TWICE), torch.autocast("sim", dtype=torch.bfloat16):
@@ -103,14 +120,21 @@ def test_lanes_do_not_share_casts():
 
 @pytest.mark.parametrize("devices", [SIMS, TWICE, ["sim:2", "sim:1"]], ids=str)
 def test_training_on_changing_streams(devices):
-    """The caller can change its stream between two training steps without a warning from torch about gradients."""
+    """The caller can change its stream between two training steps without a warning from torch
+    about gradients.
+    """
     model = mlp().to("sim:0")
     plain = copy.deepcopy(model)
     side = side_stream()
     torch.set_warn_always(True)
     try:
         with parallel(model, devices):
-            for stream in (torch.sim.default_stream("sim:0"), side, side, torch.sim.default_stream("sim:0")):
+            for stream in (
+                torch.sim.default_stream("sim:0"),
+                side,
+                side,
+                torch.sim.default_stream("sim:0"),
+            ):
                 settle()
                 with torch.sim.stream(stream):
                     x = rows(9).to("sim:0")
@@ -123,7 +147,8 @@ def test_training_on_changing_streams(devices):
 
 
 class Program:
-    """Random calls of all kinds, and changes of the model, on random streams, each compared with a plain copy.
+    """Random calls of all kinds, and changes of the model, on random streams, each compared with a
+    plain copy.
 
     The program orders its own reads and writes of the model, and nothing else.
     """
@@ -132,7 +157,9 @@ class Program:
         self.random = random.Random(seed)
         self.model = Holder().eval()
         self.plain = copy.deepcopy(self.model)
-        self.devices = self.random.choice([["sim:1"], ["sim:2", "sim:1"], ["sim:0", "sim:1"], TWICE, [*SIMS, "sim:0"]])
+        self.devices = self.random.choice(
+            [["sim:1"], ["sim:2", "sim:1"], ["sim:0", "sim:1"], TWICE, [*SIMS, "sim:0"]]
+        )
         self.other = DataParallel(self.model, [0, 2, 1])
         self.readers, self.writer = [], torch.sim.default_stream("sim:0")
 
@@ -141,7 +168,10 @@ class Program:
         with parallel(self.model, self.devices, out_dims=0) as self.block:
             for _ in range(steps):
                 work = self.random.choice([self.infer, self.infer, self.infer, self.write])
-                streams = [self.random.choice([torch.sim.default_stream, side_stream])(device) for device in SIMS]
+                streams = [
+                    self.random.choice([torch.sim.default_stream, side_stream])(device)
+                    for device in SIMS
+                ]
                 run = self.random.choice([in_a_thread, lambda work: work()])
                 run(lambda work=work, streams=streams: self.on(streams, work))
         self.other.close()
@@ -164,11 +194,15 @@ class Program:
         place = self.random.choice(["cpu", "sim:0", "sim:3"])
         ways = [self.model, self.block, self.other, lambda x: self.block.submit(x).result()]
         with torch.no_grad():
-            output = self.random.choice([*ways, lambda x: list(self.block.map([x, x]))[-1]])(x.to(place))
+            output = self.random.choice([*ways, lambda x: list(self.block.map([x, x]))[-1]])(
+                x.to(place)
+            )
         torch.testing.assert_close(output, expected.detach())
 
     def write(self):
-        which = self.random.choice([lambda m: m.linear.weight, lambda m: m.factor, lambda m: m.scale])
+        which = self.random.choice(
+            [lambda m: m.linear.weight, lambda m: m.factor, lambda m: m.scale]
+        )
         with torch.no_grad():
             for each in (self.model, self.plain):
                 which(each).mul_(1.1)
@@ -184,7 +218,8 @@ def test_callers_in_several_threads():
     model = mlp().to("sim:0")
     plain = copy.deepcopy(model).cpu()
     settle()
-    # Draw the batches first: numbers that another thread draws during a call count as drawn by the call.
+    # Draw the batches first: numbers that another thread draws during a call count as drawn by the
+    # call.
     work = [[rows(13) for _ in range(8)] for _ in range(4)]
 
     def calls(batches):
@@ -199,7 +234,9 @@ def test_callers_in_several_threads():
 
 @pytest.mark.parametrize("place", [None, "sim:3"], ids=str)
 def test_results_may_be_read_anywhere(place):
-    """A thread, or a callback, that reads a future's result can use it at once on any stream of its device."""
+    """A thread, or a callback, that reads a future's result can use it at once on any stream of its
+    device.
+    """
     model = mlp().to("sim:0")
     x = rows(9)
     expected = model(x.to("sim:0")).detach().cpu()
@@ -212,15 +249,23 @@ def test_results_may_be_read_anywhere(place):
 
     with torch.no_grad(), parallel(model, ["sim:1", "sim:2"], output_device=place) as p:
         for future in [p.submit(x) for _ in range(6)]:
-            total = in_a_thread(lambda future=future: streamed(lambda: (future.result() * 2).cpu(), place or "sim:0"))
+            total = in_a_thread(
+                lambda future=future: streamed(
+                    lambda: (future.result() * 2).cpu(), place or "sim:0"
+                )
+            )
             torch.testing.assert_close(total, 2 * expected)
         p.submit(x).add_done_callback(keep)
         assert there.wait(PATIENCE_S)
-        torch.testing.assert_close(streamed(lambda: (kept[0] + 0).cpu(), place or "sim:0"), expected)
+        torch.testing.assert_close(
+            streamed(lambda: (kept[0] + 0).cpu(), place or "sim:0"), expected
+        )
 
 
 def test_changes_between_submissions():
-    """A call uses the parameters of its submission, or is refused if it has not begun when they change."""
+    """A call uses the parameters of its submission, or is refused if it has not begun when they
+    change.
+    """
     model = nn.Linear(5, 1, bias=False, dtype=torch.float64).to("sim:0")
     x = torch.ones(4, 5, dtype=torch.float64)
     with torch.no_grad(), parallel(model, ["sim:1", "sim:2"]) as p:
@@ -230,5 +275,9 @@ def test_changes_between_submissions():
         after = [p.submit(x) for _ in range(4)]
         for future in before:
             error = future.exception()
-            assert isinstance(error, ReplicaError) if error else future.result().unique().tolist() == [5.0]
+            assert (
+                isinstance(error, ReplicaError)
+                if error
+                else future.result().unique().tolist() == [5.0]
+            )
         assert all(future.result().unique().tolist() == [10.0] for future in after)

@@ -84,7 +84,9 @@ def test_output_device(output_device):
     with parallel(model, SIMS, output_device=output_device):
         output = model(x)
         output.square().sum().backward()
-    assert str(output.device) == (output_device if isinstance(output_device, str) else f"sim:{output_device}")
+    assert str(output.device) == (
+        output_device if isinstance(output_device, str) else f"sim:{output_device}"
+    )
     assert_same_gradients(model, plain)
 
 
@@ -105,7 +107,9 @@ def test_cpu_lanes_of_device_models(lanes, moves):
 @torch.no_grad()
 @pytest.mark.parametrize("count", [6, 1, 0])
 def test_cpu_lanes_of_a_function(count):
-    """A function's output lies where its first tensor does, unless `output_device` says otherwise."""
+    """A function's output lies where its first tensor does, unless
+    `output_device` says otherwise.
+    """
     x = torch.ones(count, 3, device="sim:1")
     with parallel(torch.tanh, ["cpu", "cpu"], out_dims=0) as p:
         assert p(x).device == x.device
@@ -125,12 +129,19 @@ class Many(nn.Linear):
     def forward(self, x):
         y = super().forward(x)
         names = [f"row {value:.3f}" for value in y[:, 0].tolist()]
-        return {"y": (y, None, [y.sum(1)]), "names": names, "tables": (self.bias, self.weight), "loss": y.mean()}
+        return {
+            "y": (y, None, [y.sum(1)]),
+            "names": names,
+            "tables": (self.bias, self.weight),
+            "loss": y.mean(),
+        }
 
 
 @pytest.mark.parametrize("home", ["sim:1", "cpu"])
 def test_outputs_on_the_models_device(home):
-    """Leaves with rows are joined there, losses are reduced there, and parameters are the model's own."""
+    """Leaves with rows are joined there, losses are reduced there, and parameters are the model's
+    own.
+    """
     model = Many(5, 3, dtype=torch.float64).to(home)
     x = rows(9)
     expected = model(x.to(home))
@@ -146,7 +157,9 @@ def test_outputs_on_the_models_device(home):
 
 
 def test_whole_tensors_are_copied_once():
-    """A tensor with `in_dims` None travels once to each lane's device, and comes back as the caller's."""
+    """A tensor with `in_dims` None travels once to each lane's device, and comes back as the
+    caller's.
+    """
     seen = []
 
     def forward(x, table):
@@ -185,12 +198,16 @@ def test_default_device_is_the_lanes(default, home):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_modes_follow_into_the_lanes(mode):
-    """Grad mode, inference mode, and autocast apply in every lane, and not after the caller left them."""
+    """Grad mode, inference mode, and autocast apply in every lane, and not after the caller left
+    them.
+    """
 
     class Modes(nn.Linear):
         def forward(self, x):
             y = super().forward(x)
-            seen.append((str(x.device), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), y.dtype))
+            seen.append(
+                (str(x.device), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), y.dtype)
+            )
             return y
 
     seen = []
@@ -221,8 +238,14 @@ def test_map_in_order(home):
 def test_models_on_wrong_devices():
     model = mlp().to("sim:0")
     model[2].to("sim:1")
-    with pytest.raises(ReplicaError, match=r"'0\.weight' on sim:0 and '2\.weight' on sim:1"), parallel(model, SIMS):
+    with (
+        pytest.raises(ReplicaError, match=r"'0\.weight' on sim:0 and '2\.weight' on sim:1"),
+        parallel(model, SIMS),
+    ):
         model(rows())
     model = mlp().to("meta")
-    with parallel(model, SIMS), pytest.raises(ReplicaError, match=re.escape("'0.weight' is on the meta device")):
+    with (
+        parallel(model, SIMS),
+        pytest.raises(ReplicaError, match=re.escape("'0.weight' is on the meta device")),
+    ):
         model(rows())

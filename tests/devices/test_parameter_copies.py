@@ -1,4 +1,6 @@
-"""Lanes on other devices have linked copies of the parameters, which follow the model whatever wrote it."""
+"""Lanes on other devices have linked copies of the parameters, which follow the model whatever
+wrote it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Net(nn.Sequential):
 
 @pytest.mark.parametrize("between", ["no grad", "map", "nothing"])
 def test_every_step_is_seen(between):
-    """Also by the calls without gradients that follow it, and if one step has several calls before it.
+    """Also by the calls without gradients that follow it, and if one step has several calls before
+    it.
 
     Fused optimizers leave the versions of the parameters alone.
     """
@@ -51,7 +54,11 @@ def test_every_step_is_seen(between):
                 each(x * 2).sin().sum().backward()
                 stepper.step()
             with torch.no_grad():
-                outputs = {"no grad": lambda x: [model(x)], "map": lambda x: list(p.map([x] * 5)), "nothing": lambda x: []}
+                outputs = {
+                    "no grad": lambda x: [model(x)],
+                    "map": lambda x: list(p.map([x] * 5)),
+                    "nothing": lambda x: [],
+                }
                 for output in outputs[between](x):
                     torch.testing.assert_close(output, plain(x))
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
@@ -70,7 +77,9 @@ CHANGES = {
 @HOMES
 @pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_flags_and_data_of_copies(first, home):
-    """A copy that is made without gradients, or frozen, is linked later. Lanes see the flags of the model.
+    """A copy that is made without gradients, or frozen, is linked later.
+
+    Lanes see the flags of the model.
 
     Without gradients, new ``.data`` on other devices needs `refresh`.
     """
@@ -101,7 +110,9 @@ def test_flags_and_data_of_copies(first, home):
 
 def penalty(model, x):
     """Double backward, through the gradients of the input and of a weight."""
-    gradient, of_weight = torch.autograd.grad(model(x).sin().sum(), (x, model[3].weight), create_graph=True)
+    gradient, of_weight = torch.autograd.grad(
+        model(x).sin().sum(), (x, model[3].weight), create_graph=True
+    )
     ((gradient.norm(dim=1) - 1).square().sum() + of_weight.square().sum()).backward()
 
 
@@ -116,17 +127,28 @@ def two_and_two(model, x):
 WAYS = {
     "penalty": penalty,
     "two and two": two_and_two,
-    "retained": lambda model, x: [(loss := model(x).square().sum()).backward(retain_graph=True), loss.backward()],
-    "checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=False).square().sum().backward(),
-    "reentrant": lambda model, x: checkpoint(model, x, use_reentrant=True).square().sum().backward(),
-    "segments": lambda model, x: checkpoint(model, x, use_reentrant=True).sub(model(x * 2)).square().sum().backward(),
+    "retained": lambda model, x: [
+        (loss := model(x).square().sum()).backward(retain_graph=True),
+        loss.backward(),
+    ],
+    "checkpoint": lambda model, x: (
+        checkpoint(model, x, use_reentrant=False).square().sum().backward()
+    ),
+    "reentrant": lambda model, x: (
+        checkpoint(model, x, use_reentrant=True).square().sum().backward()
+    ),
+    "segments": lambda model, x: (
+        checkpoint(model, x, use_reentrant=True).sub(model(x * 2)).square().sum().backward()
+    ),
 }
 
 
 @HOMES
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_run_backward(way, home):
-    """They give the plain gradients, and a hook on a parameter runs as often, with the whole gradient."""
+    """They give the plain gradients, and a hook on a parameter runs as often, with the whole
+    gradient.
+    """
     model, leaf = Net().to(home), rows(8).to(home)
     model[0].bias.requires_grad_(requires_grad=False)
 
@@ -164,7 +186,9 @@ MODELS = {
     "mlp": mlp,
     "tied": Tied,
     "recurrent": Recurrent,
-    "conv": lambda: nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten()).double(),
+    "conv": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten()
+    ).double(),
     "old weight norm": lambda: nn.Sequential(old_weight_norm(linear())),
     "spectral norm": lambda: nn.Sequential(parametrizations.spectral_norm(linear())).eval(),
     "orthogonal": lambda: parametrizations.orthogonal(linear()),
@@ -194,10 +218,17 @@ def test_training(make, home):
     torch.testing.assert_close(ours, dict(plain.state_dict()), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("form", [torch.jit.script, lambda model: torch.jit.trace(model, rows(2))], ids=["script", "trace"])
+@pytest.mark.parametrize(
+    "form",
+    [torch.jit.script, lambda model: torch.jit.trace(model, rows(2))],
+    ids=["script", "trace"],
+)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_torchscript(form):
-    """Lanes on its device share a TorchScript module. Lanes elsewhere have copies, without gradients."""
+    """Lanes on its device share a TorchScript module.
+
+    Lanes elsewhere have copies, without gradients.
+    """
     model, x = form(mlp()).to("sim:0"), rows(9).to("sim:0")
     with torch.no_grad():
         plain = model(x)
@@ -209,17 +240,24 @@ def test_torchscript(form):
             changed = model(x)
             assert not torch.equal(changed, plain)
         torch.testing.assert_close(model(x), changed)
-    with parallel(model, SIMS, out_dims=0), pytest.raises(ReplicaError, match="gradients do not flow"):
+    with (
+        parallel(model, SIMS, out_dims=0),
+        pytest.raises(ReplicaError, match="gradients do not flow"),
+    ):
         model(x)
 
 
 class Scripted(nn.Module):
-    """TorchScript modules inside another module: one that learns nothing, and a part of it under a second name."""
+    """TorchScript modules inside another module: one that learns nothing, and a part of it under a
+    second name.
+    """
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(5, 5, dtype=torch.float64)
-        self.encoder = torch.jit.script(nn.Sequential(linear_of_five(), nn.Tanh(), linear_of_five()))
+        self.encoder = torch.jit.script(
+            nn.Sequential(linear_of_five(), nn.Tanh(), linear_of_five())
+        )
         self.head = self.encoder._modules["2"]
 
     def forward(self, x):
@@ -262,7 +300,10 @@ class Counting(nn.Module):
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_writes_of_torchscript(home):
     """A write is refused in each kind of call, also if each lane would write a copy of its own."""
-    model, x = nn.Sequential(linear(), torch.jit.script(Counting())).eval().to(home), rows(9).to(home)
+    model, x = (
+        nn.Sequential(linear(), torch.jit.script(Counting())).eval().to(home),
+        rows(9).to(home),
+    )
     with parallel(model, SIMS, out_dims=0) as p:
         for call in (model, p, lambda x: p.submit(x).result(), lambda x: [*p.map([x])]):
             with pytest.raises(ReplicaError, match=r"'1\.calls' of a scripted module was written"):
@@ -270,7 +311,9 @@ def test_writes_of_torchscript(home):
 
 
 class Experts(nn.Module):
-    """Each row goes to one of a few layers, so a device uses only some of them; some are used by no row."""
+    """Each row goes to one of a few layers, so a device uses only some of them; some are used by no
+    row.
+    """
 
     def __init__(self):
         super().__init__()
@@ -287,11 +330,15 @@ class Experts(nn.Module):
 
 
 class Odd(nn.Module):
-    """Parameters of many kinds: without dims, without elements, complex, large, not contiguous, of several dtypes."""
+    """Parameters of many kinds: without dims, without elements, complex, large, not contiguous, of
+    several dtypes.
+    """
 
     def __init__(self):
         super().__init__()
-        self.conv = nn.Conv2d(5, 4, 2, padding=1, dtype=torch.float64).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(5, 4, 2, padding=1, dtype=torch.float64).to(
+            memory_format=torch.channels_last
+        )
         self.number = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
         self.empty = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
         self.turned = nn.Parameter(torch.randn(3, 4, dtype=torch.float64).t())
@@ -318,7 +365,9 @@ def accumulate(model, x):
 def graph_of_gradients(model, x):
     model(x).sin().sum().backward(create_graph=True)
     found = [each.grad for each in model.parameters() if each.grad is not None]
-    torch.stack([each.abs().square().sum() for each in found if each.requires_grad]).sum().backward()
+    torch.stack(
+        [each.abs().square().sum() for each in found if each.requires_grad]
+    ).sum().backward()
     for each in model.parameters():
         each.grad = None if each.grad is None else each.grad.detach()  # else a cycle keeps both
 
@@ -348,7 +397,9 @@ def test_gradients_of_odd_parameters(make, step, home):
 
 @pytest.mark.parametrize("make", [Experts, Odd])
 def test_batches_of_gradients(make):
-    """Gradients of several outputs in one pass, of a model on the CPU: torch has no rule for their way off a stream."""
+    """Gradients of several outputs in one pass, of a model on the CPU: torch has no rule for their
+    way off a stream.
+    """
     model = make()
     plain, x = copy.deepcopy(model), rows(9)
 
@@ -356,7 +407,9 @@ def test_batches_of_gradients(make):
         output = each(x)
         weights = torch.stack([torch.ones_like(output), x[:, : output.shape[1]]])
         learning = [parameter for parameter in each.parameters() if parameter.requires_grad]
-        found = torch.autograd.grad(output, learning, weights, is_grads_batched=True, allow_unused=True)
+        found = torch.autograd.grad(
+            output, learning, weights, is_grads_batched=True, allow_unused=True
+        )
         return dict(enumerate(found))
 
     with parallel(model, SIMS, out_dims=0):
@@ -365,7 +418,9 @@ def test_batches_of_gradients(make):
 
 @HOMES
 def test_memory_of_gradients(home):
-    """Each has its memory alone: one gradient that is kept does not keep those that traveled with it."""
+    """Each has its memory alone: one gradient that is kept does not keep those that traveled with
+    it.
+    """
     model = Odd().to(home)
     with parallel(model, SIMS, out_dims=0):
         model(rows(9).to(home)).square().sum().backward()

@@ -1,4 +1,6 @@
-"""Replicas on other devices follow every change of the module, and only changed tensors are copied."""
+"""Replicas on other devices follow every change of the module, and only changed
+tensors are copied.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def write_and_move(model):
 
 
 CHANGES = {
-    "parameter replaced": lambda m: setattr(m.linear, "weight", nn.Parameter(m.linear.weight.detach() * 2)),
+    "parameter replaced": lambda m: setattr(
+        m.linear, "weight", nn.Parameter(m.linear.weight.detach() * 2)
+    ),
     "load, assign": load,
     "data of another shape": narrow,
     "buffer written": lambda m: (m.factor.add_(1), m.mask.logical_not_()),
@@ -61,7 +65,9 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @HOMES
 def test_replicas_follow_changes(change, home):
-    """Cut, submitted, and mapped calls use the changed model, and gradients are those of the changed model."""
+    """Cut, submitted, and mapped calls use the changed model, and gradients are those of the
+    changed model.
+    """
     model = Holder(home)
     for earlier in (torch.enable_grad, torch.no_grad):
         twin = copy.deepcopy(model)
@@ -98,13 +104,18 @@ def test_cpu_tensors_of_a_device_model():
     def forward(self, x):
         return (x * self.factor)[:, : int(self.lengths.numpy().sum())]
 
-    model, x = Stateful(forward, {"factor": torch.ones(5)}, lengths=torch.tensor([1, 2])).to("sim:0"), rows()
+    model, x = (
+        Stateful(forward, {"factor": torch.ones(5)}, lengths=torch.tensor([1, 2])).to("sim:0"),
+        rows(),
+    )
     with torch.no_grad(), parallel(model, SIMS):
         torch.testing.assert_close(model(x), x[:, :3].to("sim:0"))
 
 
 def test_only_changes_are_copied():
-    """Parameters travel once to each other device, whatever the number of its lanes, and again only if one changed."""
+    """Parameters travel once to each other device, whatever the number of its lanes, and again only
+    if one changed.
+    """
     model = mlp().to("sim:0")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = rows(13)
@@ -127,7 +138,8 @@ def test_only_changes_are_copied():
             _, output = copied(grad=True)
             simdevice.reset_stats()
             output.square().sum().backward()
-            assert simdevice.stats().d2d_bytes == 3 * bytes_of(model)  # gradients, once from each device
+            # Gradients, once from each device
+            assert simdevice.stats().d2d_bytes == 3 * bytes_of(model)
             assert simdevice.stats().scalar_reads == 0
             optimizer.step()
             assert copied(grad=True)[0] == 3 * bytes_of(model)
@@ -138,8 +150,14 @@ def test_only_changes_are_copied():
 
 
 def test_small_tensors_travel_together():
-    """A refresh of many small tensors takes few copies. Large tensors travel alone, and every byte once per device."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(20)), nn.Linear(5, 60_000))
+    """A refresh of many small tensors takes few copies.
+
+    Large tensors travel alone, and every byte once per device.
+    """
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(20)),
+        nn.Linear(5, 60_000),
+    )
     model.to("sim:0")
     x = torch.randn(8, 5, device="sim:0")
     with torch.no_grad(), parallel(model.eval(), ["sim:0", "sim:1", "sim:2"], out_dims=0) as p:
@@ -147,7 +165,8 @@ def test_small_tensors_travel_together():
             before = p.stats().copied_bytes
             simdevice.reset_stats()
             model(x)
-            # Copies per device: rows there and back, three packs (parameters, float buffers, counters), and a large tensor.
+            # Copies per device: rows there and back, three packs (parameters, float buffers,
+            # counters), and a large tensor.
             assert simdevice.stats().d2d <= 2 * (2 + 3 + 1)
             if before:
                 assert p.stats().copied_bytes - before == 2 * bytes_of(model)

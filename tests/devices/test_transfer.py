@@ -1,4 +1,6 @@
-"""Copies to and from devices are queued where that is safe, and memory is kept until every stream has read it."""
+"""Copies to and from devices are queued where that is safe, and memory is kept until every stream
+has read it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ MANY = 1 << 14  # this many rows of 5 doubles are too large to be copied to a de
 
 
 LAYOUTS = {
-    "channels_last": lambda: torch.randn(4, 3, 64, 64).contiguous(memory_format=torch.channels_last),
+    "channels_last": lambda: torch.randn(4, 3, 64, 64).contiguous(
+        memory_format=torch.channels_last
+    ),
     "transposed": lambda: torch.randn(64, 1024).t(),
     "columns": lambda: torch.randn(1024, 128)[:, :64],
     "expanded": lambda: torch.randn(1, 64).expand(1024, 64),
@@ -26,7 +30,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_large_inputs_of_any_layout(layout):
-    """A large input is copied once, without blocking the host, and keeps its values; a dense one keeps its strides."""
+    """A large input is copied once, without blocking the host, and keeps its values; a dense one
+    keeps its strides.
+    """
     tensor = LAYOUTS[layout]()
     simdevice.reset_stats()
     brought = transfer(tensor, torch.device("sim:1"))
@@ -42,9 +48,14 @@ def test_large_inputs_of_any_layout(layout):
 
 @pytest.mark.parametrize("dim", [0, -1])
 def test_outputs_are_copied_once(dim):
-    """Without a graph, each lane's output is copied once, from device to device, to its place in the joined output."""
+    """Without a graph, each lane's output is copied once, from device to device, to its place in
+    the joined output.
+    """
     x = rows(12, 12).to("sim:2")
-    with torch.no_grad(), parallel(nn.Identity(), SIMS, dim=dim, out_dims=dim, output_device="sim:2") as p:
+    with (
+        torch.no_grad(),
+        parallel(nn.Identity(), SIMS, dim=dim, out_dims=dim, output_device="sim:2") as p,
+    ):
         simdevice.reset_stats()
         y = p(x)
         stats = simdevice.stats()
@@ -54,7 +65,9 @@ def test_outputs_are_copied_once(dim):
 
 
 def test_prepare_follows_the_caller():
-    """A tensor that `prepare` finds in a closure is ordered like an input, on any device of the block."""
+    """A tensor that `prepare` finds in a closure is ordered like an input, on any device of the
+    block.
+    """
 
     def shifted(turn):
         return x + sum(shift.cpu() for shift in shifts)
@@ -62,7 +75,9 @@ def test_prepare_follows_the_caller():
     x = rows(4)
     with torch.no_grad(), parallel(mlp().to("sim:0"), SIMS) as p:
         for turn in range(1, 4):
-            shifts = [torch.full((1,), float(turn), dtype=torch.float64).to(device) * 2 for device in SIMS]
+            shifts = [
+                torch.full((1,), float(turn), dtype=torch.float64).to(device) * 2 for device in SIMS
+            ]
             (output,) = p.map([turn], prepare=shifted)
             torch.testing.assert_close(output, p.submit(x + 2 * turn * len(SIMS)).result())
 
@@ -75,10 +90,14 @@ def test_tensors_for_other_processes():
 
 def pending(value=3.0):
     """Return a device tensor; the copy that fills it is still queued on the current stream."""
-    return torch.full((9, 5), value, dtype=torch.float64).pin_memory().to("sim:0", non_blocking=True)
+    return (
+        torch.full((9, 5), value, dtype=torch.float64).pin_memory().to("sim:0", non_blocking=True)
+    )
 
 
-@pytest.mark.parametrize("ask", [lambda p, x: p(x), lambda p, x: p.submit(x).result()], ids=["called", "submitted"])
+@pytest.mark.parametrize(
+    "ask", [lambda p, x: p(x), lambda p, x: p.submit(x).result()], ids=["called", "submitted"]
+)
 @pytest.mark.parametrize("home", ["sim:0", "cpu"])
 def test_cpu_lanes_wait_for_the_device(home, ask):
     """A lane on the CPU reads a device tensor only after the caller's stream has computed it."""
@@ -96,7 +115,9 @@ def test_cpu_lanes_wait_for_the_device(home, ask):
 @pytest.mark.parametrize("place", ["cpu", "pinned", "sim:3"])
 @pytest.mark.parametrize("devices", [SIMS, ["sim:0", "sim:0"], ["sim:1"]], ids=str)
 def test_batches_that_nobody_holds(devices, place):
-    """`map` keeps batches alive until a lane has read them, even if the source drops its references."""
+    """`map` keeps batches alive until a lane has read them, even if the source drops its
+    references.
+    """
     model = mlp().to("sim:0")
     batches = [rows(MANY + i) for i in range(5)]
     expected = [model(batch.to("sim:0")).detach().cpu() for batch in batches]
@@ -107,7 +128,8 @@ def test_batches_that_nobody_holds(devices, place):
             yield copy
             del copy
             if place not in ("cpu", "pinned"):
-                torch.zeros(MANY, 5, dtype=torch.float64, device=place)  # would reuse the batch's memory if it were free
+                # Would reuse the batch's memory if it were free
+                torch.zeros(MANY, 5, dtype=torch.float64, device=place)
 
     with torch.no_grad(), parallel(model, devices) as p:
         for output, answer in zip(p.map(source()), expected, strict=True):
@@ -117,7 +139,9 @@ def test_batches_that_nobody_holds(devices, place):
 
 @pytest.mark.parametrize("devices", [["sim:1"], ["sim:0", "sim:0"], ["sim:0", "sim:1"]], ids=str)
 def test_replicas_are_not_freed_early(devices):
-    """Freed replica memory is reused on its stream only after other streams have finished their work with the replicas."""
+    """Freed replica memory is reused on its stream only after other streams have finished their
+    work with the replicas.
+    """
     model = Holder().eval()
     x = rows(7).to("sim:0")
     settle()
@@ -129,7 +153,8 @@ def test_replicas_are_not_freed_early(devices):
                 model(x)
             model(x)
         sizes = [each.shape for each in (*model.parameters(), *model.buffers())]
-        with torch.sim.stream(stream):  # allocate tensors as large as the freed ones, and write to them at once
+        # Allocate tensors as large as the freed ones, and write to them at once
+        with torch.sim.stream(stream):
             kept = [torch.zeros(size, dtype=torch.float64, device=device) for size in sizes * 4]
     settle()
     assert all(each.count_nonzero() == 0 for each in kept)
@@ -137,13 +162,19 @@ def test_replicas_are_not_freed_early(devices):
 
 @pytest.mark.parametrize("place", ["sim:0", "sim:3"])
 def test_packed_sequences_stay_alive(place):
-    """A packed sequence without other references stays alive, with its indices, until a lane has read it."""
+    """A packed sequence without other references stays alive, with its indices, until a lane has
+    read it.
+    """
 
     def read(packed):
         return packed.data + 1, packed.sorted_indices + 0, packed.unsorted_indices + 0
 
     settle()
-    with torch.no_grad(), parallel(read, ["sim:0", "sim:1"]) as p, torch.sim.stream(side_stream(place)):
+    with (
+        torch.no_grad(),
+        parallel(read, ["sim:0", "sim:1"]) as p,
+        torch.sim.stream(side_stream(place)),
+    ):
         futures = []
         for _ in range(6):
             parts = [torch.ones(length, 3, device=place) for length in (1, 3, 2)]

@@ -1,4 +1,6 @@
-"""Lanes run in turns where a seed must give the same random numbers, and at the same time elsewhere."""
+"""Lanes run in turns where a seed must give the same random numbers, and at the same time
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from parawrap import parallel
 from tests.helpers.device_models import SIMS, dropout, rows
 
 TWICE = ["sim:0", "sim:0"]
-DRAWS = r"lanes that share a random generator drew from it.*torch\.use_deterministic_algorithms\(True\)"
+DRAWS = (
+    r"lanes that share a random generator drew from it.*torch\.use_deterministic_algorithms\(True\)"
+)
 
 
 @pytest.fixture
@@ -39,9 +43,17 @@ def test_seeds_if_deterministic(devices, home):
 
 @pytest.fixture
 def generators(monkeypatch):
-    """Give each simulated device its own random generator, as GPUs have. By default they share the CPU's generator."""
+    """Give each simulated device its own random generator, as GPUs have.
+
+    By default they share the CPU's generator.
+    """
     own = {torch.device(device): torch.Generator() for device in SIMS}
-    monkeypatch.setattr(torch.sim, "get_rng_state", lambda device: own[torch.device(device)].get_state(), raising=False)
+    monkeypatch.setattr(
+        torch.sim,
+        "get_rng_state",
+        lambda device: own[torch.device(device)].get_state(),
+        raising=False,
+    )
     return own
 
 
@@ -69,7 +81,9 @@ def test_one_generator_per_device(generators):
 
 
 def test_draws_on_one_device_warn(generators):
-    """Each block warns once if lanes drew from one generator at the same time, and names the cure."""
+    """Each block warns once if lanes drew from one generator at the same time,
+    and names the cure.
+    """
     model, x = Noise(generators), torch.zeros(9, 3).to("sim:0")
     for _ in range(2):
         with torch.no_grad(), parallel(model, TWICE, output_device="cpu"):

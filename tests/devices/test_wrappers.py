@@ -1,4 +1,6 @@
-"""`DataParallel` and its functions, `ParallelWrapper`, and `TupleParallel` on four simulated devices."""
+"""`DataParallel` and its functions, `ParallelWrapper`, and `TupleParallel` on four simulated
+devices.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,11 @@ def test_data_parallel_training(device_ids, ids):
     first = torch.device("sim", ids[0])
     model = mlp().to(first)
     wrapped = DataParallel(model, device_ids)
-    assert (wrapped.device_ids, wrapped.output_device, wrapped.src_device_obj) == (ids, ids[0], first)
+    assert (wrapped.device_ids, wrapped.output_device, wrapped.src_device_obj) == (
+        ids,
+        ids[0],
+        first,
+    )
     assert_same_steps(wrapped, model, copy.deepcopy(model), rows())
 
 
@@ -67,7 +73,9 @@ def test_function_frees_its_replicas(output_device):
 def test_module_on_another_device():
     """The error has torch's message. After moving the module, the call works."""
     wrapped = DataParallel(mlp())
-    with pytest.raises(RuntimeError, match="module must have its parameters and buffers on device sim:0") as caught:
+    with pytest.raises(
+        RuntimeError, match="module must have its parameters and buffers on device sim:0"
+    ) as caught:
         wrapped(rows())
     assert "found one of them on device: cpu" in str(caught.value)
     wrapped.to("sim:0")
@@ -81,7 +89,9 @@ def test_one_device_moves_the_module():
 
 
 def test_functions_on_four_devices():
-    """Parts, replicas, and outputs lie on the devices that the functions are given; gradients are the plain ones."""
+    """Parts, replicas, and outputs lie on the devices that the functions are given; gradients are
+    the plain ones.
+    """
     model = mlp().to("sim:1")
     x = rows(9).requires_grad_()
     devices = [1, "sim:0", torch.device("sim", 3), 2]
@@ -103,11 +113,17 @@ def test_functions_on_four_devices():
 
 def lanes_of(net):
     """Return the devices that calls of a ParallelWrapper use."""
-    return net.model.device_ids if isinstance(net.model, DataParallel) else [next(net.parameters()).device]
+    return (
+        net.model.device_ids
+        if isinstance(net.model, DataParallel)
+        else [next(net.parameters()).device]
+    )
 
 
 def test_auto_uses_every_device():
-    """With "auto", calls are cut over all four devices, and outputs and gradients are the plain ones."""
+    """With "auto", calls are cut over all four devices, and outputs and gradients are the plain
+    ones.
+    """
     seen = []
 
     class Model(nn.Linear):
@@ -124,11 +140,18 @@ def test_auto_uses_every_device():
 
 
 def test_moves_between_auto_and_one():
-    """`to("auto")` spreads the calls, and `to` with a device gathers them. A copy, and `to` with a dtype, keep them."""
+    """`to("auto")` spreads the calls, and `to` with a device gathers them.
+
+    A copy, and `to` with a dtype, keep them.
+    """
     net = ParallelWrapper(mlp(), "cpu")
     x = rows()
     expected = net(x).detach()
-    for device, lanes in (("auto", [0, 1, 2, 3]), ("sim:1", [torch.device("sim:1")]), ("auto", [0, 1, 2, 3])):
+    for device, lanes in (
+        ("auto", [0, 1, 2, 3]),
+        ("sim:1", [torch.device("sim:1")]),
+        ("auto", [0, 1, 2, 3]),
+    ):
         assert net.to(device) is net
         assert lanes_of(net) == lanes
         torch.testing.assert_close(net(x.to(net.device)).detach().cpu(), expected)
@@ -146,14 +169,19 @@ def test_moves_between_auto_and_one():
 
 
 def test_tuples_stay_on_their_devices():
-    """Part i runs on device i, and its output stays there. The module gets the sum of the gradients."""
+    """Part i runs on device i, and its output stays there.
+
+    The module gets the sum of the gradients.
+    """
     model = mlp().to("sim:0")
     plain = copy.deepcopy(model)
     wrapped = TupleParallel(model)
     parts = rows(10).split((4, 3, 2, 1))
     outputs = wrapped(parts)
     assert devices_of(outputs) == SIMS
-    torch.testing.assert_close([output.cpu() for output in outputs], [plain(part.to("sim:0")).cpu() for part in parts])
+    torch.testing.assert_close(
+        [output.cpu() for output in outputs], [plain(part.to("sim:0")).cpu() for part in parts]
+    )
     sum(output.square().sum().to("sim:0") for output in outputs).backward()
     plain(torch.cat(parts).to("sim:0")).square().sum().backward()
     assert_same_gradients(model, plain)

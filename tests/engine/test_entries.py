@@ -1,4 +1,7 @@
-"""A warm call enters few functions of the package. Counts, not times: the limits hold on every machine."""
+"""A warm call enters few functions of the package.
+
+Counts, not times: the limits hold on every machine.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,21 @@ def test_entries_of_a_warm_call(entries):
     with parallel(net := model(), ["cpu"] * 4, out_dims=0):
         found, shown = entries.of(lambda: net(X))
     assert found, "nothing was recorded"
-    counts = {"entries": len(found), "functions": len({*found}), "files": len({file for file, _ in found})}
+    counts = {
+        "entries": len(found),
+        "functions": len({*found}),
+        "files": len({file for file, _ in found}),
+    }
     most = {"entries": 45, "functions": 20, "files": 4}
     assert {name: count for name, count in counts.items() if count > most[name]} == {}, shown
 
 
 @torch.no_grad()
 def test_entries_if_every_lane_runs_its_part(entries):
-    """A class of the user's own adds a look at its writes. With the barrier, no thread runs two parts."""
+    """A class of the user's own adds a look at its writes.
+
+    With the barrier, no thread runs two parts.
+    """
     together = threading.Barrier(4)
 
     class Meeting(nn.Module):
@@ -61,10 +71,16 @@ def test_entries_of_a_warm_stream(entries):
 
 @torch.no_grad()
 def test_entries_of_batch_norms(entries):
-    """A call in training mode enters at most 8 functions more per batch norm, whose statistics it renews."""
+    """A call in training mode enters at most 8 functions more per batch norm, whose statistics it
+    renews.
+    """
     counts = []
     for count in (10, 60):
-        with parallel(net := nn.Sequential(*(nn.BatchNorm1d(64) for _ in range(count))), ["cpu"] * 2, out_dims=0):
+        with parallel(
+            net := nn.Sequential(*(nn.BatchNorm1d(64) for _ in range(count))),
+            ["cpu"] * 2,
+            out_dims=0,
+        ):
             found, shown = entries.of(lambda net=net: net(X))
         counts.append(len(found))
     assert counts[1] - counts[0] <= 8 * 50, shown

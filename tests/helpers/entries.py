@@ -19,7 +19,9 @@ _ROOT = f"{Path(parawrap.__file__).parent}/"
 
 
 class Entries:
-    """Records the (file, function) of each entry into the package, as a profile function of threads."""
+    """Records the (file, function) of each entry into the package, as a profile function of
+    threads.
+    """
 
     def __init__(self) -> None:
         self.found: list[tuple[str, str]] = []
@@ -30,7 +32,9 @@ class Entries:
             self.found.append((code.co_filename.removeprefix(_ROOT), code.co_qualname))
 
     def of(self, work: Callable[[], object]) -> tuple[list[tuple[str, str]], str]:
-        """Return the entries of the last of 21 runs of `work`, until the lanes are idle again, and a list of counts."""
+        """Return the entries of the last of 21 runs of `work`, until the lanes are idle again, and
+        a list of counts.
+        """
         for _ in range(20):
             work()
         # For a while after a hook was registered anywhere, calls look for more
@@ -40,7 +44,9 @@ class Entries:
         self.found.clear()
         work()
         self.wait_until_idle()
-        return [*self.found], "\n".join(f"{count} {name}" for name, count in Counter(self.found).most_common())
+        return [*self.found], "\n".join(
+            f"{count} {name}" for name, count in Counter(self.found).most_common()
+        )
 
     def wait_until_idle(self) -> None:
         count = None

@@ -1,4 +1,7 @@
-"""Lanes renew their buffers for each call. Whatever else holds one keeps its values, and gradients stay right."""
+"""Lanes renew their buffers for each call.
+
+Whatever else holds one keeps its values, and gradients stay right.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,9 @@ def flat(output):
 @torch.no_grad()
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_returned_buffers(form):
-    """A buffer of a lane in an output, also a view of it or one inside an object, is whole after later calls."""
+    """A buffer of a lane in an output, also a view of it or one inside an object, is whole after
+    later calls.
+    """
     model = Returns(form)
     plain = copy.deepcopy(model)
     with parallel(model, TWO, join="list") as p:
@@ -145,7 +150,9 @@ def test_graphs_keep_buffers(between):
 
 @torch.no_grad()
 def test_statistics_between_calls():
-    """Lanes start from the statistics that the model has now, whatever wrote them, also new memory and another dtype."""
+    """Lanes start from the statistics that the model has now, whatever wrote them, also new memory
+    and another dtype.
+    """
     model = norms()
     changes = {
         "reset": lambda net: net[0].reset_running_stats(),
@@ -164,7 +171,9 @@ def test_statistics_between_calls():
                 output = model(x)
                 parts = x.split(p.stats().shards)
                 assert_close(output[: len(parts[0])], plain(parts[0]), rtol=1e-5, atol=1e-5)
-                assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-5, atol=1e-5)
+                assert_close(
+                    dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-5, atol=1e-5
+                )
             if change is changes["plain call"]:
                 change(model[:])  # layers alone, of which the block knows nothing
             else:

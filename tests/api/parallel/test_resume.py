@@ -615,7 +615,7 @@ def with_default(model):
         SlotPipeline,
         lambda model: Around(SlotPipeline(model)),
         lambda model: partial(SlotPipeline(model)),
-        lambda model: lambda x, pipeline=SlotPipeline(model): pipeline.model(x),
+        with_default,
         lambda model: (lambda pipeline: lambda x: pipeline(x))(Around(Around(model))),
     ],
     ids=["slots", "object in an object", "partial", "default", "closure"],
