@@ -40,15 +40,14 @@ def tp_collate(ndevices: int) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
     first. A short last batch gives fewer parts, none of them empty. An empty list of samples gives
     one part, collated from the empty list.
 
-    ===============================================
-    ================================================== the function returns
-    the decorated function returns ===============================================
-    ================================================== a tuple or list ``(x, y)``
-    ``((x1, x2), (y1, y2))`` a dict ``{"x": x}``                              ``{"x": (x1, x2)}`` a
-    namedtuple                                     the same namedtuple, with a tuple in each field
-    one value ``x``, or its list of samples itself   ``(x1, x2)``
-    ===============================================
-    ==================================================
+    ==============================================  ===========================================
+    the function returns                            the decorated function returns
+    ==============================================  ===========================================
+    a tuple or list ``(x, y)``                      ``((x1, x2), (y1, y2))``
+    a dict ``{"x": x}``                             ``{"x": (x1, x2)}``
+    a namedtuple                                    the same namedtuple, with a tuple per field
+    one value ``x``, or its list of samples itself  ``(x1, x2)``
+    ==============================================  ===========================================
 
     Only the outermost level is transposed. A dict or namedtuple can be passed to ``TupleParallel``
     whole, and a dict also as ``model(**batch)``. A tuple is passed as ``model(*batch)``.

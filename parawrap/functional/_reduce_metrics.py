@@ -33,9 +33,8 @@ def reduce_metrics(
 
     Returns:
         The structure of `values`: floats for Python numbers, and for tensors, tensors of the same
-            shape, dtype, and device
-        without an autograd graph. Sums of integer tensors are int64, as in torch.sum. Their means,
-        and sums with a weight that is not an integer, are float64.
+        shape, dtype, and device without an autograd graph. Sums of integer tensors are int64, as in
+        torch.sum. Their means, and sums with a weight that is not an integer, are float64.
 
     Raises:
         GatherError: If the ranks' structures, shapes, or `op` differ. The message shows both.
