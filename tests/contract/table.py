@@ -1,9 +1,9 @@
-"""Write docs/launch_failures.md: the error of each failure under each launcher, as recorded by the
-tests of launchers.
+"""Write docs/launch_failures.md: the error of each failure under each launcher, as recorded by the tests of launchers.
 
-``python -m tests.contract.table`` runs these tests and writes the page. The columns of launchers
-that cannot run on this machine stay as they are, and so do cells that say why there is no error. In
-other runs, a test fails if a launcher behaves differently from its cell.
+``python -m tests.contract.table`` runs these tests and writes the page. A cell is the behavior of one
+launcher in one situation. The cells of launchers that cannot run on this machine stay as they are,
+and so do cells that say why there is no error. In other runs, a test fails if a launcher behaves
+differently from its cell.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs" / "launch_failures.md"
 _WRITES = "PARAWRAP_TEST_WRITES_TABLE"
 
-COLUMNS = {
+LAUNCHERS = {
     "local": "local",
     "torchrun": "torchrun",
     "slurm": "Slurm",
     "ray": "Ray",
     "inline": "`.inline(...)`",
 }
+"""Maps each launcher to its name on the page, in the order of the rows."""
 
 SITUATIONS = {
-    "raised": "A rank raises an exception that pickle cannot rebuild while the others wait for it "
-    "in a collective",
+    "raised": "A rank raises an exception that pickle cannot rebuild while the others wait for it in a collective",
     "sys.exit": "A rank calls `sys.exit(3)`",
     "os._exit": "A rank calls `os._exit(7)`",
     "killed": "A rank is killed by SIGKILL",
@@ -48,7 +48,7 @@ SITUATIONS = {
     "log folder": "The `console_logs` folder is not writable",
     "launch folder": "The folder for launch files is not writable",
 }
-"""Maps each situation to its title on the page, in the order of the rows."""
+"""Maps each situation to its title on the page, in the order of the page."""
 
 _MASKS = [
     (r' \(the page "Errors" of the documentation, \w+\)', ""),  # of an error in the documentation
@@ -70,55 +70,50 @@ _written = {}
 
 
 def check_cell(situation, launcher, behavior):
-    """Fail if the page shows other behavior of a launcher.
-
-    While the page is written, remember the behavior.
-    """
+    """Fail if the page shows other behavior of a launcher. While the page is written, remember the behavior."""
     text = behavior if isinstance(behavior, str) else behavior_of(type(behavior), str(behavior))
     for pattern, replacement in _MASKS:
         text = re.sub(pattern, replacement, text)
     if _WRITES in os.environ:
         _written[situation, launcher] = text.strip()
     else:
-        assert _cells_on_page().get((situation, launcher)) == text.strip(), (
-            "run `python -m tests.contract.table`"
-        )
+        assert cells_on_page().get((situation, launcher)) == text.strip(), "run `python -m tests.contract.table`"
 
 
 def behavior_of(kind, message):
     return f"`{kind.__name__}`: {(message.splitlines() or [''])[0]}"
 
 
-def _cells_on_page():
-    rows = [line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines()]
+def cells_on_page():
+    """Return the behavior that the page shows, by situation and launcher."""
     titles = {title: situation for situation, title in SITUATIONS.items()}
-    cells = {}
-    for title, *row in rows:
-        if title in titles and len(row) == len(COLUMNS):
-            filled = [row[0] if cell == _SAME else cell for cell in row]
-            cells |= {
-                (titles[title], name): cell
-                for name, cell in zip(COLUMNS, filled, strict=True)
-                if cell != _NONE
-            }
+    launchers = {name: launcher for launcher, name in LAUNCHERS.items()}
+    cells, situation = {}, None
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## "):
+            situation = titles[line.removeprefix("## ")]
+        elif line.startswith("| ") and line != _HEADER[0]:
+            names, text = line[2:-2].split(" | ", 1)
+            cells |= {(situation, launchers[name]): text for name in names.split(", ")}
     return cells
 
 
-_SAME, _NONE = "the same", "-"
+_HEADER = "| launcher | error |", "|---|---|"
 
 
-def _write_page(cells):
-    lines = [
-        "| What happens | " + " | ".join(COLUMNS.values()) + " |",
-        "|---" * (len(COLUMNS) + 1) + "|",
-    ]
+def page_of(cells):
+    """Return the page that shows these cells, after the introduction of the page as it is."""
+    lines = []
     for situation, title in SITUATIONS.items():
-        row = [cells.get((situation, name), _NONE) for name in COLUMNS]
-        shortened = [row[0], *(_SAME if cell == row[0] != _NONE else cell for cell in row[1:])]
-        if set(row) != {_NONE}:
-            lines.append("| " + " | ".join([title, *shortened]) + " |")
-    introduction, _, _ = PAGE.read_text().partition("| What happens ")
-    PAGE.write_text(introduction + "\n".join(lines) + "\n")
+        by_text = {}  # the launchers with the same behavior, which share a row
+        for launcher, name in LAUNCHERS.items():
+            if (situation, launcher) in cells:
+                by_text.setdefault(cells[situation, launcher], []).append(name)
+        if by_text:
+            rows = [f"| {', '.join(names)} | {text} |" for text, names in by_text.items()]
+            lines += ["", f"## {title}", "", *_HEADER, *rows]
+    introduction, _, _ = PAGE.read_text().partition("\n## ")
+    return "\n".join([introduction.rstrip(), *lines, ""])
 
 
 def main():
@@ -132,7 +127,7 @@ def main():
     tests = "contract", "launch/slurm", "launch/ray", "launch/test_missing_clusters.py"
     paths = [str(PAGE.parents[1] / "tests" / each) for each in tests]
     exit_code = pytest.main([*paths, *sys.argv[1:]])
-    _write_page(_cells_on_page() | from_tests)
+    PAGE.write_text(page_of(cells_on_page() | from_tests))
     return exit_code
 
 
