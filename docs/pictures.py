@@ -1,6 +1,6 @@
 """Draw the pictures of the pages: ``make pictures``.
 
-It needs Debian's chromium and the package playwright.
+It needs Debian's chromium and the package playwright. The diagrams are those of drawings.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import drawings
 import torch
 from playwright.sync_api import Page, sync_playwright
 from torch import nn
@@ -44,7 +45,8 @@ def notebook(path: Path) -> None:
     with torch.no_grad(), parallel(nn.Linear(16, 4), ["cpu", "cpu"], out_dims=0) as p:
         list(p.map(torch.randn(640, 16).split(64)))
     tables = [value._repr_html_() for value in (launch, launched, p.stats())]
-    path.write_text(f"<body style='font:14px sans-serif;margin:16px'>{'<br>'.join(tables)}</body>")
+    style = "font:14px sans-serif;padding:16px;margin:0;width:max-content"
+    path.write_text(f"<body style='{style}'>{'<br>'.join(tables)}</body>")
 
 
 def square() -> int:
@@ -54,17 +56,18 @@ def square() -> int:
 
 
 def draw(page: Page, path: Path, name: str) -> None:
-    """Write a picture of a page, without the space below it."""
+    """Write a picture of a page, without the space around its content."""
     page.goto(path.as_uri())
     page.add_style_tag(content="#details, #help, .table { display: none }")
-    page.screenshot(path=IMAGES / name, full_page=True)
+    page.locator("body").screenshot(path=IMAGES / name)
 
 
 PICTURES = {block: "timeline.png", notebook: "notebook.png"}
 
 
 def main() -> None:
-    """Write the pictures to docs/images."""
+    """Write the diagrams and the pictures to docs/images."""
+    drawings.main()
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         browser = driver.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
