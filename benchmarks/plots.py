@@ -159,7 +159,7 @@ def _bars(axes: Axes, bars: Sequence[Bar], label: str, unit: str) -> None:
 
 def _line(axes: Axes, value: float, label: str) -> None:
     axes.axvline(value, color="C3", linestyle="--", label=label, zorder=0)
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1))  # above the bars
 
 
 # -- overhead of a call
