@@ -19,7 +19,28 @@ from tests.helpers.browser import Window
 from tests.helpers.tiers import require
 
 ROOT = Path(__file__).parents[2]
-NARROW, WIDE = 390, 1280
+NARROW, WIDE = 420, 1300
+# Tables of many numbers, which cannot wrap, scroll in their own boxes
+HAVE_WIDE_TABLES = ("results/", "versions.html")
+
+IS_TOO_WIDE = """() => {
+  const content = document.querySelector(".content");
+  return document.documentElement.scrollWidth > innerWidth
+      || (content && content.scrollWidth > content.clientWidth);
+}"""
+
+# The beginnings of tables, pictures, or lines of code that are cut off, or scroll in their boxes
+CUT_OFF = """(kinds) => [...document.querySelectorAll(kinds)].filter(element => {
+  const box = element.closest(".table-wrapper") || element.parentElement;
+  const widths = [element.scrollWidth, element.getBoundingClientRect().width];
+  return Math.max(...widths) > Math.min(element.clientWidth || Infinity, box.clientWidth) + 1;
+}).map(element => element.innerText.slice(0, 40) || element.src)"""
+
+SHOWS_CONTENTS = """() => {
+  const contents = document.querySelector(".toc-tree").getBoundingClientRect();
+  const text = document.querySelector("article").getBoundingClientRect();
+  return contents.width > 100 && contents.left >= text.right && contents.right <= innerWidth;
+}"""
 
 
 @pytest.fixture(scope="session")
@@ -61,22 +82,56 @@ def ids_of(site):
     }
 
 
-def test_pages_fit_and_have_no_error(chromium, site, address):
-    """No page is wider than a wide or a narrow window, writes an error to the console, or needs
-    another server.
+@pytest.fixture
+def opened(chromium, site, address):
+    """A function that opens every page in a window of a width, and yields its name and the
+    window.
     """
-    window = chromium.new_page()
-    opened = Window(window)
-    wide = []
-    for name in ids_of(site):
-        window.goto(address + name)
-        for width in (WIDE, NARROW):
-            window.set_viewport_size({"width": width, "height": 800})
-            if not opened.run("document.documentElement.scrollWidth <= innerWidth"):
-                wide.append(name)
-    window.close()
-    assert (opened.messages, wide) == ([], [])
-    assert all(url.startswith((address, "data:")) for url in opened.requests)
+    windows = []
+
+    def open_all(width):
+        window = chromium.new_page(viewport={"width": width, "height": 800})
+        windows.append(Window(window))
+        for name in ids_of(site):
+            window.goto(address + name)
+            yield name, window
+
+    yield open_all
+    for each in windows:
+        each.page.close()
+    assert [message for each in windows for message in each.messages] == []
+    requests = [url for each in windows for url in each.requests]
+    assert all(url.startswith((address, "data:")) for url in requests)
+
+
+def test_pages_fit_a_narrow_window(opened):
+    """No page scrolls sideways, and tables and pictures fit. No page writes an error to the
+    console, or needs another server.
+    """
+    wide, cut_off = [], {}
+    for name, window in opened(NARROW):
+        if window.evaluate(IS_TOO_WIDE):
+            wide.append(name)
+        kinds = "article img" if name.startswith(HAVE_WIDE_TABLES) else "article :is(table, img)"
+        cut_off[name] = window.evaluate(CUT_OFF, kinds)
+    assert wide == []
+    assert {name: found for name, found in cut_off.items() if found} == {}
+
+
+def test_pages_fit_a_wide_window(opened):
+    """Tables, code, and pictures fit next to the sidebar and the contents of the page, which are
+    visible. No page writes an error to the console, or needs another server.
+    """
+    wide, cut_off, hidden = [], {}, []
+    for name, window in opened(WIDE):
+        if window.evaluate(IS_TOO_WIDE):
+            wide.append(name)
+        cut_off[name] = window.evaluate(CUT_OFF, "article :is(table, pre, img)")
+        has_contents = window.locator("article :is(h2, h3) .headerlink").count() >= 3
+        if has_contents and not window.evaluate(SHOWS_CONTENTS):
+            hidden.append(name)
+    assert (wide, hidden) == ([], [])
+    assert {name: found for name, found in cut_off.items() if found} == {}
 
 
 def test_search_finds(chromium, address):
