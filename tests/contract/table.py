@@ -1,9 +1,10 @@
-"""Write docs/launch_failures.md: the error of each failure under each launcher, as recorded by the tests of launchers.
+"""Write docs/launch_failures.md: the error of each failure under each launcher, as recorded by the
+tests of launchers.
 
-``python -m tests.contract.table`` runs these tests and writes the page. A cell is the behavior of one
-launcher in one situation. The cells of launchers that cannot run on this machine stay as they are,
-and so do cells that say why there is no error. In other runs, a test fails if a launcher behaves
-differently from its cell.
+``python -m tests.contract.table`` runs these tests and writes the page. A cell is the behavior of
+one launcher in one situation. The cells of launchers that cannot run on this machine stay as they
+are, and so do cells that say why there is no error. In other runs, a test fails if a launcher
+behaves differently from its cell.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ LAUNCHERS = {
 """Maps each launcher to its name on the page, in the order of the rows."""
 
 SITUATIONS = {
-    "raised": "A rank raises an exception that pickle cannot rebuild while the others wait for it in a collective",
+    "raised": "A rank raises an exception that pickle cannot rebuild while the others wait for it "
+    "in a collective",
     "sys.exit": "A rank calls `sys.exit(3)`",
     "os._exit": "A rank calls `os._exit(7)`",
     "killed": "A rank is killed by SIGKILL",
@@ -70,14 +72,19 @@ _written = {}
 
 
 def check_cell(situation, launcher, behavior):
-    """Fail if the page shows other behavior of a launcher. While the page is written, remember the behavior."""
+    """Fail if the page shows other behavior of a launcher.
+
+    While the page is written, remember the behavior.
+    """
     text = behavior if isinstance(behavior, str) else behavior_of(type(behavior), str(behavior))
     for pattern, replacement in _MASKS:
         text = re.sub(pattern, replacement, text)
     if _WRITES in os.environ:
         _written[situation, launcher] = text.strip()
     else:
-        assert cells_on_page().get((situation, launcher)) == text.strip(), "run `python -m tests.contract.table`"
+        assert cells_on_page().get((situation, launcher)) == text.strip(), (
+            "run `python -m tests.contract.table`"
+        )
 
 
 def behavior_of(kind, message):

@@ -154,6 +154,8 @@ def test_reference_has_every_name(site):
     assert {*parawrap.__all__} - modules <= shown
     for module in ("functional", "neuron", "cpu", "testing"):
         assert {*getattr(__import__(f"parawrap.{module}"), module).__all__} <= shown
+    # An alias of a class would be one line, without its methods
+    assert {"parawrap.Parallel.map", "parawrap.TupleParallel.close"} <= entries
 
 
 def test_error_page_has_every_exception(site):
