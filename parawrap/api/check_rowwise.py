@@ -56,6 +56,7 @@ def check_rowwise(
         ShardError: If no call was cut, for instance because the batch has fewer than 5 rows; and as
             for `parallel`.
         GatherError, ReplicaError: As for `parallel`.
+        TypeError: If `model` is not a module.
 
     Example:
         >>> import torch
@@ -65,6 +66,10 @@ def check_rowwise(
         Traceback (most recent call last):
         parawrap.errors.VerifyError: Softmax mixes rows. With 11 rows cut as 6 + 5, ...
     """
+    if not isinstance(model, torch.nn.Module):
+        kind = type(model).__qualname__
+        msg = f"model is a {kind}, not a torch.nn.Module. Call the function in forward of a module"
+        raise TypeError(msg)
     method, *_ = options.get("methods", ("forward",))
     plain = copy.deepcopy(model)
     before = torch.get_rng_state()

@@ -352,7 +352,7 @@ def compare(
     has_workers = is_platform(devices) or options.get("workers") == "process"
     conclusion = conclude(ways, "workers" if has_workers else "lanes")
     if load:
-        conclusion += f"\n{load}"
+        conclusion = f"{load}\n{conclusion}"
     comparison = Comparison(title, tuple(ways), conclusion)
     if show:
         print(comparison)  # noqa: T201

@@ -443,6 +443,8 @@ def write_message(
     sentences = [_say_what(refused, rows)]
     sentences += dict.fromkeys(place.refusal.advice for place in refused if place.refusal)
     pairs = [each for each in root.leaves() if _is_refused_pair(each, rows)]
+    if not pairs:
+        sentences += _say_possible_pairs(root, rows)
     if pairs:
         sentences.append(_say_pairs(pairs))
         for place in root.leaves():
@@ -508,6 +510,22 @@ def _say_pairs(pairs: Sequence[OutputPlace]) -> str:
         "only its own rows with each other, and no option can join such comparisons, nor losses "
         f"of them. Let the model return embeddings, and compare them after the call: {section}"
     )
+
+
+def _say_possible_pairs(root: OutputPlace, rows: Sequence[int] | None) -> Iterator[str]:
+    """Yield what to do with outputs that compare rows with rows, if the sizes do not prove it.
+
+    Shards of one size may have as many rows as an output has features.
+    """
+    for place in root.leaves():
+        is_refused = place.refusal is not None and is_array_column(place.column)
+        if is_refused and len(dims_with_rows(place.column, rows)) > 1:
+            section = name_section("losses", "Compute a loss in a block", "Contrastive losses")
+            yield (
+                f"If {place.name} compares rows with rows, no option joins it: let the model "
+                f"return embeddings, and compare them after the call: {section}"
+            )
+            return
 
 
 def _say_other_dims(

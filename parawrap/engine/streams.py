@@ -221,6 +221,11 @@ def _hint(batch: Any) -> str | None:
 
     The user may have meant another way.
     """
+    if isinstance(batch, list) and batch and all(isinstance(item, str) for item in batch):
+        return (
+            f"the batch is a list of {len(batch)} texts, which map passes as one argument. To pass "
+            "what a tokenizer makes of them, use map(..., prepare=tokenizer)"
+        )
     if isinstance(batch, list):
         return (
             f"the batch is a list of {len(batch)} items, which map passes as one argument. For "

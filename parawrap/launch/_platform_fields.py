@@ -441,7 +441,11 @@ def _check_visible(platform: PlatformFields, given: str) -> None:
     elif there == 0:
         cure = "" if n_gpus is None else ", with n_cpus as the number of ranks instead of n_gpus"
         cure = f"give device='cpu'{cure} (parawrap run: --device cpu --n 2)"
-        _refuse("device", given, f"this machine has no visible {kind.value}: {cure}")
+        name = kind.value
+        if kind is Device.NEURON:
+            name = "NeuronCore"
+            cure = f"set PARAWRAP_NEURON_RUNTIME=host to emulate some, or {cure}"
+        _refuse("device", given, f"this machine has no visible {name}: {cure}")
     elif (n_gpus or 0) > there:
         more = " on all nodes together" if platform.launcher == "local" else ""
         _refuse(

@@ -203,7 +203,15 @@ def summary_of_attempt(ending: Ending, *, is_preempted: bool) -> str:
     """Describe how an attempt ended."""
     failed = first_failure(ending.outcomes)
     if failed is None:
-        return "was preempted" if is_preempted else "requested a restart"
+        late = [str(rank) for rank, each in ending.outcomes.items() if isinstance(each, Ended)]
+        if not is_preempted:
+            return "requested a restart"
+        if not late:
+            return "was preempted"
+        return (
+            f"was preempted, and {'ranks' if late[1:] else 'rank'} {', '.join(late)} did not call "
+            "requeue() within grace_s: what the function should save then may be missing"
+        )
     outcome = ending.outcomes[failed]
     assert isinstance(outcome, (Raised, Died))
     return (

@@ -74,6 +74,6 @@ def describe_device(platform: PlatformFields, local_rank: int) -> str:
     if selects_cores(kind):
         number = platform.own_device_ids[local_rank]
         (core,) = variables_for(kind, [number]).values()
-        return f"{own} and NeuronCore {core}"
+        return f"NeuronCore {core} (tensors on the {str(own).upper()})"
     here = platform.device_of(local_rank)
     return str(own) if own == here else f"{own} ({here} of this process)"

@@ -23,7 +23,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -433,6 +433,9 @@ class Pool:
             self.idle_deaths[member.rank] = outcome
         if call is None or member.rank in call.outcomes or member.rank not in call.ranks:
             return
+        if isinstance(outcome, Died) and self._stays and member.wrote_at < call.began_at:
+            # Output of earlier calls is no clue, such as the tracebacks of their errors
+            outcome = replace(outcome, last_words="")
         if isinstance(outcome, Raised):
             member.transcript.record(outcome.traceback)
             if self.preempted and self.is_ending:  # the rank was late, and its clean-up failed

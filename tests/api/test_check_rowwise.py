@@ -69,3 +69,9 @@ def test_gradients_and_buffers_count():
     ) as caught:
         check_rowwise(nn.BatchNorm1d(3), 5 + torch.randn(11, 3))
     assert "buffer 'running_mean' differs" in str(caught.value)
+
+
+def test_functions_are_refused():
+    """A function has no parameters to compare: it belongs into a module."""
+    with pytest.raises(TypeError, match="model is a builtin_function_or_method, not a "):
+        check_rowwise(torch.sigmoid, torch.randn(11, 3))

@@ -57,7 +57,7 @@ def test_cluster_functions_run_here(here):
 
 
 CPUS, GPUS = ["cpu", "cpu"], ["cuda:0", "cuda:1"]
-CORES = ["cpu and NeuronCore 0", "cpu and NeuronCore 1"]
+CORES = ["NeuronCore 0 (tensors on the CPU)", "NeuronCore 1 (tensors on the CPU)"]
 COUNTS = [
     # the platform of the decorator, if any; the options; and the devices of the ranks of a node
     (None, "--n 2", GPUS),

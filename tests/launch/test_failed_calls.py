@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from parawrap import LaunchCancelledError, LaunchError, UnsendableError, current_rank, functional
+from parawrap import (
+    LaunchCancelledError,
+    LaunchError,
+    RankDiedError,
+    UnsendableError,
+    current_rank,
+    functional,
+)
 from tests.helpers.processes import assert_gone, assert_nothing_left, notes_of, ranks
 from tests.helpers.ranks import all_sum, my_rank
 from tests.helpers.waiting import PATIENCE_S, eventually
@@ -324,3 +331,24 @@ def test_preemption_of_ranks_that_stay(world):
         LaunchError, match=r"requeue\(\) was called in ranks that stay, which cannot restart"
     ):
         world(lambda: current_rank().requeue())
+
+
+def test_a_death_shows_the_output_of_its_call():
+    """Output of earlier calls, such as the traceback of an error, is no clue to a death."""
+
+    def fail():
+        raise KeyError("earlier")
+
+    def die(says):
+        if says:
+            print("last words", flush=True)
+        os._exit(3)
+
+    for says in True, False:
+        with ranks(1).open() as opened:
+            with pytest.raises(KeyError):
+                opened(fail)
+            with pytest.raises(RankDiedError) as caught:
+                opened(die, says)
+            assert ("last words" in str(notes_of(caught.value))) == says
+            assert says or "earlier" not in str(notes_of(caught.value))

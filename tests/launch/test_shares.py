@@ -362,7 +362,8 @@ def test_dry_run_of_a_sweep(monkeypatch):
 def test_dry_run_names_neuron_cores():
     """Those that the variable of the machine names."""
     text = on_cores(device_ids=[1, 3])(print).dry_run()
-    assert text.splitlines()[-1] == "rank 1: node 0, local rank 1, cpu and NeuronCore 7"
+    last = "rank 1: node 0, local rank 1, NeuronCore 7 (tensors on the CPU)"
+    assert text.splitlines()[-1] == last
 
 
 def test_platforms_keep_device_ids_as_a_tuple(monkeypatch):

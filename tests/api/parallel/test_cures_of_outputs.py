@@ -460,3 +460,12 @@ def test_cures_of_random_outputs(seed):
             options = options | options_of(str(error))
     with torch.no_grad(), parallel(model, TWO, **options) as p:
         p(X)
+
+
+def test_comparisons_in_equal_shards():
+    """Sizes do not prove a comparison in equal shards: the error names both meanings."""
+    with (
+        parallel(lambda x: x @ x.T, TWO, out_dims=None) as p,
+        says(r"If output compares rows with rows, no option joins it: .*Contrastive losses"),
+    ):
+        p(torch.randn(10, 3))
