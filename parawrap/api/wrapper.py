@@ -15,7 +15,7 @@ from parawrap._private_names import goes_by_name, imports_main
 from parawrap._public import public
 from parawrap.api._decorated import Decorated, is_global, look_up
 from parawrap.api.sweep import Sweep, run
-from parawrap.errors import LaunchError, PlatformError
+from parawrap.errors import LaunchError, PlatformError, add_note
 from parawrap.launch import (
     DECORATED,
     Job,
@@ -104,7 +104,15 @@ class Launchable(Decorated, Generic[P, R]):
             for number, config in enumerate(configs)
         ]
         for job in jobs:
-            _check(job)
+            try:
+                _check(job)
+            except TypeError as error:
+                note = (
+                    "map passes each item as the one argument. To unpack dicts, decorate a "
+                    "function that does: lambda config: train.__wrapped__(**config)"
+                )
+                add_note(error, note)
+                raise
         _check_port(self.platform, max_parallel)
         return Sweep(jobs, max_parallel)
 
@@ -231,6 +239,13 @@ def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
     def decorate(function: Callable[P, T]) -> Launchable[P, T]:
         bare = getattr(function, "__func__", function)  # of a classmethod or staticmethod
         check_function(bare, "wrapper cannot decorate")
+        if isinstance(bare, Launchable):
+            name = getattr(bare.__wrapped__, "__qualname__", "function")
+            msg = (
+                f"{name} is decorated with @wrapper already. To launch it on another platform, "
+                f"decorate the function in it: wrapper(platform)({name}.__wrapped__)"
+            )
+            raise TypeError(msg)
         return Launchable(function, platform)
 
     return decorate

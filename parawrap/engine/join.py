@@ -677,7 +677,10 @@ class _Join:
         if self._are_all_equal(column):
             return
         values = [each.value if isinstance(each, WholeLeaf) else each for each in column]
-        refuse("which differ", returned=_describe(values))
+        shapes = {shape_of(value) for value in values}
+        have_one_shape = len(shapes) == 1 and None not in shapes
+        why = "whose values differ" if have_one_shape else "which differ"
+        refuse(why, returned=_describe(values))
 
     def _are_all_equal(self, column: Sequence[Any]) -> bool:
         return all(_are_equal(column[0], value) for value in column[1:])

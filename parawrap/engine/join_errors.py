@@ -449,7 +449,7 @@ def write_message(
         sentences.append(_say_pairs(pairs))
         for place in root.leaves():
             # A loss next to the pairs compares only the rows of its lane
-            if all(map(is_number, place.column)):
+            if _is_number_column(place):
                 place.cure = place.other = None
     beyond = [*_say_other_dims(root, rows, rules)]
     sentences += beyond
@@ -517,15 +517,22 @@ def _say_possible_pairs(root: OutputPlace, rows: Sequence[int] | None) -> Iterat
 
     Shards of one size may have as many rows as an output has features.
     """
-    for place in root.leaves():
-        is_refused = place.refusal is not None and is_array_column(place.column)
-        if is_refused and len(dims_with_rows(place.column, rows)) > 1:
+    places = [*root.leaves()]
+    # A loss, or a count, may be one of the comparisons that another output holds
+    has_number = any(each.refusal is not None and _is_number_column(each) for each in places)
+    for place in places:
+        may_compare = is_array_column(place.column) and (place.refusal is not None or has_number)
+        if may_compare and len(dims_with_rows(place.column, rows)) > 1:
             section = name_section("losses", "Compute a loss in a block", "Contrastive losses")
             yield (
-                f"If {place.name} compares rows with rows, no option joins it: let the model "
-                f"return embeddings, and compare them after the call: {section}"
+                f"If {place.name} compares rows with rows, no option joins it, nor a loss of it: "
+                f"let the model return embeddings, and compare them after the call: {section}"
             )
             return
+
+
+def _is_number_column(place: OutputPlace) -> bool:
+    return all(map(is_number, place.column))
 
 
 def _say_other_dims(

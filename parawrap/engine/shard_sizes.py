@@ -101,6 +101,6 @@ def hint_of_sizes(sizes: Sequence[int], largest: int, lanes: int, dim: int) -> s
     does = "runs whole" if len(sizes) == 1 else f"has a shard of {sizes[0]} rows"
     return (
         f"a call of {sum(sizes)} rows on {lanes} lanes {does}, because the sizes of shards must "
-        f"differ to show which outputs follow the rows. With out_dims={dim}, the largest shard has "
-        f"{largest} of them"
+        f"differ to show which outputs follow the rows. If all outputs have their rows on dim "
+        f"{dim}, declare it with out_dims={dim}: the largest shard has {largest} of them then"
     )

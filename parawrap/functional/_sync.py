@@ -112,6 +112,8 @@ def sync(
     if type(src) is not int or not 0 <= src < ranks:
         valid = "Use 0" if ranks == 1 else f"Use 0 to {ranks - 1}"
         msg = f"src={src!r} is not a rank of the process group, which has {ranks}. {valid}."
+        if isinstance(src, Stateful):
+            msg += " Schedulers and scalers are stateful=[scheduler]."
         raise ValueError(msg)
     if ranks == 1:
         return

@@ -440,7 +440,8 @@ def _check_visible(platform: PlatformFields, given: str) -> None:
             )
     elif there == 0:
         cure = "" if n_gpus is None else ", with n_cpus as the number of ranks instead of n_gpus"
-        cure = f"give device='cpu'{cure} (parawrap run: --device cpu --n 2)"
+        local = "--local " if platform.launcher == "local" else ""
+        cure = f"give device='cpu'{cure} (parawrap run: {local}--device cpu --n 2)"
         name = kind.value
         if kind is Device.NEURON:
             name = "NeuronCore"

@@ -117,3 +117,12 @@ def test_pickles_by_name_or_by_value():
             assert (back.platform, back.inline(2)) == (TWO, function.inline(2))
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pickle.dumps(local())
+
+
+def test_decorated_functions_are_refused():
+    """A second platform needs the plain function: the message says how to get it."""
+    first = wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(bare)
+    two = wrapper(Platform(device="cpu", n_cpus=2, verbose=False))
+    with pytest.raises(TypeError, match=r"bare is decorated .* wrapper\(platform\)\(bare\.__"):
+        two(first)
+    assert len(two(first.__wrapped__)(1)) == 2

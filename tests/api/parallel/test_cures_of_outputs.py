@@ -466,6 +466,16 @@ def test_comparisons_in_equal_shards():
     """Sizes do not prove a comparison in equal shards: the error names both meanings."""
     with (
         parallel(lambda x: x @ x.T, TWO, out_dims=None) as p,
-        says(r"If output compares rows with rows, no option joins it: .*Contrastive losses"),
+        says(r"If output compares rows with rows, no option joins it, .*Contrastive losses"),
+    ):
+        p(torch.randn(10, 3))
+
+    def clip(x):
+        pairs = x @ x.T
+        return {"pairs": pairs, "loss": pairs.logsumexp(1).mean()}
+
+    with (
+        parallel(clip, TWO, out_dims=0) as p,
+        says(r'If output\["pairs"\] compares rows with rows, no option joins it, nor a loss of it'),
     ):
         p(torch.randn(10, 3))
