@@ -428,7 +428,9 @@ def test_cures_of_data_parallel():
 
 
 def test_cures_of_entries_of_rows():
-    """Patches of all images next to one row of texts per image: another shape, or whole batches."""
+    """The error of patches of all images next to one text per image names another shape and whole
+    batches.
+    """
     patches = torch.arange(80.0).view(80, 1)
 
     def describe(x, patches):
@@ -440,8 +442,9 @@ def test_cures_of_entries_of_rows():
         r"or TupleParallel"
     ):
         run(parallel(describe, TWO), X, patches)
-    assert_same(run(parallel(describe, TWO), X, patches.view(20, 4, 1)), plain)
     with parallel(describe, TWO) as p:
+        assert_same(p(X, patches.view(20, 4, 1)), plain)
+        assert len(p.stats().shards) == 2
         assert_same([*p.map([(X, patches)])], [plain])
     parts = tuple_parallel(PARTS, patches.split(40), function=describe)
     assert_same(torch.cat(parts), plain)
@@ -693,8 +696,8 @@ def test_cures_of_functions():
         ):
             wrapper(CPU)(function)
     assert wrapper(CPU)(lambda: [*numbers()])() == ([1],)
-    for wrong in (0, -1):
-        with says(f"max_parallel={wrong}: use an int of 1 or more, or None for the default"):
+    for wrong in (0, -1, 2.0, "2"):
+        with says(f"max_parallel={wrong!r}: use an int of 1 or more, or None for the default"):
             wrapper(CPU)(abs).map([-1], max_parallel=wrong)
     assert [[*wrapper(CPU)(abs).map([-1], max_parallel=each)] for each in (1, None)] == [
         [(1,)],

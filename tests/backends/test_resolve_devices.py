@@ -58,8 +58,7 @@ def test_unknown_kinds_are_refused(kind):
 
 
 @pytest.mark.parametrize(
-    "value",
-    ["", "cpu:", "cpu:x", "cpu:0:0", "cpu: 0", {"cpu"}, iter(["cpu"]), ["cpu", True], [":0"]],
+    "value", ["cpu:", "cpu:0:0", "cpu: 0", {"cpu"}, iter(["cpu"]), ["cpu", True], [":0"]]
 )
 def test_other_values_are_refused(value):
     with pytest.raises(ParawrapError):

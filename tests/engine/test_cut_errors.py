@@ -23,9 +23,6 @@ def test_rows_of_declared_arguments():
             f"dim {dim} is out of range for args[0], of shape (4, 3): it has 2 dimensions"
             in message
         )
-    assert "dim 1 is out of range for args[1]" in uncut(
-        cutter(in_dims={"y": 1}), torch.zeros(4), torch.zeros(4)
-    )
     message = uncut(Cutter(dim=1), None, torch.zeros(4), torch.zeros(5))
     assert "args[1] and args[2], of shape (4,): it has 1 dimensions" in message
     for entry, argument, text in (

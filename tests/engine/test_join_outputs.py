@@ -182,7 +182,12 @@ OPTIONS_OF_ODD = [{}, {"reduce": "sum"}, {"reduce": "stack"}, {"out_dims": 0}]
 @pytest.mark.parametrize("shape", ODD.values(), ids=ODD)
 @pytest.mark.parametrize("options", OPTIONS_OF_ODD, ids=str)
 def test_outputs_with_an_odd_shape(shape, options):
-    """A shape is a tuple of integers. An object with another one is refused like other objects."""
+    """A shape is a tuple of integers. An object with another one, or with a method of that name, is
+    refused like other objects.
+    """
+    looks_like_a_number = shape == ()
+    message = refusal(Odd(shape), Odd(shape), sizes=(2, 2), **options)
+    assert ("register_split(Odd" in message) != looks_like_a_number
     for wrap in (
         lambda each: each,
         lambda each: [each],

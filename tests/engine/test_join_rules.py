@@ -67,7 +67,7 @@ UNEQUAL = [
         (torch.zeros(2), torch.zeros(2, 1)),
         (torch.zeros(2), torch.zeros(2).double()),
     ),
-    *((3, 4), (1, 1.0), ([1], [2]), ([1], [1, 2]), (numpy.zeros(2), numpy.ones(2))),
+    *((3, 4), (1, 1.0), ("a", "b"), ([1], [2]), ([1], [1, 2]), (numpy.zeros(2), numpy.ones(2))),
     *((numpy.zeros(2), numpy.zeros(2, dtype=int)), (torch.tensor([1, 2]), torch.tensor([1, 3]))),
     (
         layer := torch.nn.Linear(1, 1),

@@ -280,28 +280,6 @@ def test_all_lists_are_named_at_once():
             assert p(x, names, flags).tolist() == expected
 
 
-def test_masks_per_head():
-    """Attention masks with one row per head need another shape, or whole batches."""
-    attention, x = nn.MultiheadAttention(8, 4, batch_first=True).eval(), torch.randn(7, 5, 8)
-    mask = torch.rand(28, 5, 5) > 0.5
-    mask[:, :, 0] = False
-
-    def target(x, mask):
-        return attention(
-            x, x, x, attn_mask=mask.flatten(0, 1) if mask.ndim == 4 else mask, need_weights=False
-        )[0]
-
-    with torch.no_grad():
-        plain = target(x, mask)
-        message = refused(ShardError, target, x, mask)
-        assert "args[1] has 28 on dim 0" in message
-        assert "pass it as (7, 4, ...), and use flatten(0, 1) in the target" in message
-        with parallel(target, TWO) as p:
-            assert_close(p(x, mask.unflatten(0, (7, 4))), plain)
-            assert len(p.stats().shards) == 2
-            assert_close(next(p.map([(x, mask)])), plain)
-
-
 def test_offsets_into_another_argument():
     bag = nn.EmbeddingBag(10, 3)
     indices, offsets = torch.tensor([1, 2, 4, 5, 4, 3, 2, 9]), torch.tensor([0, 3, 4])
