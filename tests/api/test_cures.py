@@ -42,7 +42,7 @@ from parawrap import (
 )
 from parawrap.testing import check_rowwise, neuron_host
 from tests.helpers.calling import Calls
-from tests.helpers.cures import options_in_error, run, says
+from tests.helpers.cures import run, says
 from tests.helpers.same import assert_same
 from tests.helpers.worlds import ROOT
 
@@ -421,10 +421,6 @@ def test_cures_of_data_parallel():
         run(parallel(add, TWO, in_dims={"y": None}, out_dims=0), X, torch.zeros(3)),
         X + torch.zeros(3),
     )
-    keyed = Calls(lambda x: {"y": x, "count": len(x), "state": {"h": x.T}})
-    cure = options_in_error(lambda: DataParallel(keyed, TWO)(X))
-    assert cure == {"reduce": {"count": "sum"}, "out_dims": {"state": {"h": 1}}}
-    assert_same(run(parallel(keyed, TWO, **cure), X), {"y": X, "count": 20, "state": {"h": X.T}})
 
 
 def test_cures_of_entries_of_rows():

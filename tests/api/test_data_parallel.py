@@ -67,13 +67,19 @@ def test_outputs_and_gradients(rows, dim):
         assert_close([p.grad for p in net.parameters()], plain)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("rows", [1, 2, 4, 5])
 def test_scalars_become_a_vector(rows):
-    """As in torch, there is one value per device. The warning points to the caller's line, once."""
+    """0-d outputs are joined into a vector with one value per device, also a tuple with as many
+    losses as a shard has rows. One warning points to the caller's line.
+    """
+    devices = min(rows, 2)
     net = nn.Sequential(DataParallel(Calls(torch.mean), TWO))
     with pytest.warns(UserWarning, match="0-d") as caught:
-        assert net(torch.ones(rows)).tolist() == [1.0] * min(rows, 2)
+        assert net(torch.ones(rows)).tolist() == [1.0] * devices
     assert [warning.filename for warning in caught] == [__file__]
+    losses = DataParallel(Calls(lambda x: (x.mean(), x.mean())), TWO)
+    with pytest.warns(UserWarning, match="0-d"):
+        assert [loss.tolist() for loss in losses(torch.ones(rows))] == [[1.0] * devices] * 2
 
 
 def test_settings_may_change():

@@ -76,14 +76,6 @@ def test_lists(name):
     net.close()
 
 
-@pytest.mark.filterwarnings("ignore:the module returned 0-d tensors")
-def test_as_many_losses_as_rows():
-    """A tuple of 0-d tensors is a structure: each becomes a vector, whatever the number of rows."""
-    net = DataParallel(Calls(lambda x: (x.sum(), x.mean())), TWO)
-    for rows in ROWS:
-        assert [len(loss) for loss in net(torch.ones(rows, 3))] == [2, 2]
-
-
 class Attributions(torch.nn.Module):
     """Keeps the outputs of a layer under the layer itself, as captum does: its hooks hold the layer
     in their cells.

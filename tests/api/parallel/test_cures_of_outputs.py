@@ -287,25 +287,36 @@ def test_caches():
 # DataParallel, which has no options
 
 
-@pytest.mark.filterwarnings("ignore:the module returned 0-d tensors")
-def test_data_parallel_names_a_block():
-    """Its errors name the options of a block, with the keys of the output."""
-    for function in (
-        lambda x: {"y": x, "n": len(x)},
-        lambda x: (x, [{"n": float(row)} for row in x]),
+OF_DATA_PARALLEL = {
+    # an output that DataParallel refuses, and the options of a block that its error names
+    "keys": (
+        lambda x: {"y": x, "count": len(x), "state": {"h": layers(x)}},
+        {"reduce": {"count": "sum"}, "out_dims": {"state": {"h": 1}}},
+    ),
+    "items": (lambda x: (x, [{"n": float(row)} for row in x]), {"out_dims": (0, "items")}),
+    "widths": (
         lambda x: {"y": x.new_ones(len(x), 1 + int(x[0]) // 10), "loss": x.mean()},
-    ):
-        net = DataParallel(Calls(function), TWO)
-        with pytest.raises(GatherError) as refused:
-            net(X)
-        net.close()
-        message = str(refused.value)
-        names = ("out_dims=", "reduce=", "join=", "pad_value=")
-        advised = message.count("parallel(model, devices")
-        assert advised
-        assert sum(map(message.count, names)) == 0 or "Use parallel(model, devices, " in message
-        if "Use parallel(model, devices, " in message:
-            call(Calls(function), X, **options_of(message))
+        {"reduce": {"loss": "mean"}, "join": "pad"},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the module returned 0-d tensors")
+@pytest.mark.parametrize("name", OF_DATA_PARALLEL)
+def test_data_parallel_names_a_block(name):
+    """Errors of DataParallel name the options of a block, with the keys of the output. A block with
+    these options joins the output.
+    """
+    function, expected = OF_DATA_PARALLEL[name]
+    net = DataParallel(Calls(function), TWO)
+    with says(r"Use parallel\(model, devices, ") as refused:
+        net(X)
+    net.close()
+    cure = options_of(str(refused.value))
+    assert cure == expected
+    joined = call(Calls(function), X, **cure)
+    if name != "widths":  # shorter rows are padded
+        assert_same(joined, function(X))
 
 
 # Entries of arguments
