@@ -14,6 +14,7 @@ import pytest
 
 import parawrap.cpu
 from parawrap.cpu import keep_freed_memory
+from tests.helpers.scripts import read_script
 
 KEPT = 1 << 30
 THRESHOLDS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
@@ -23,30 +24,6 @@ ON_GLIBC = pytest.mark.skipif(
     LIBRARY != "glibc" or tuple(map(int, VERSION.split("."))) < (2, 35),
     reason="the C library is not glibc 2.35 or later",
 )
-
-# 64 MiB is more than the largest M_MMAP_THRESHOLD that glibc chooses on its own, so each buffer has
-# new pages.
-COUNT_FAULTS = """
-import resource, torch
-from parawrap.cpu import keep_freed_memory
-torch.set_num_threads(1)
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(5):
-        torch.ones(2**24)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-print(faults())
-with keep_freed_memory():
-    for _ in range(4):
-        faults()  # the heap grows: the first buffers of a block may have new pages
-    print(faults())
-    with keep_freed_memory():
-        pass
-    print(faults())
-print(faults())
-"""
 
 
 @pytest.fixture
@@ -74,7 +51,7 @@ def test_blocks_avoid_page_faults():
     """Reusing freed buffers causes few page faults until the last of nested blocks ends; outside,
     it causes many.
     """
-    command = [sys.executable, "-W", "error", "-c", COUNT_FAULTS]
+    command = [sys.executable, "-W", "error", "-c", read_script("count_page_faults")]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
     before, inside, nested, after = map(int, done.stdout.split())

@@ -20,6 +20,7 @@ from parawrap import RankResults, current_rank, wrapper
 from parawrap.errors import PlatformError, UnsendableError
 from parawrap.processes.process_groups import free_port
 from tests.helpers.processes import ranks, run_script
+from tests.helpers.scripts import read_script
 from tests.helpers.waiting import eventually
 
 
@@ -137,32 +138,7 @@ def test_output_has_its_launchs_number(capfd):
 
 def test_interrupted_sweeps_say_where_ranks_are(tmp_path):
     """After Ctrl-C, the log has the place of each rank that runs."""
-    output = run_script(
-        tmp_path,
-        """
-        import logging, os, pathlib, signal, sys, threading, time
-        from parawrap import Platform, wrapper
-
-        logging.basicConfig(stream=sys.stdout)
-
-        def wait(name):
-            pathlib.Path(name).touch()
-            time.sleep(600)
-
-        def interrupt():
-            while not (pathlib.Path("0").exists() and pathlib.Path("1").exists()):
-                time.sleep(0.01)
-            time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGINT)
-
-        threading.Thread(target=interrupt).start()
-        launchable = wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(wait)
-        try:
-            list(launchable.map(["0", "1"], max_parallel=2))
-        except KeyboardInterrupt:
-            print("interrupted")
-        """,
-    )
+    output = run_script(tmp_path, read_script("interrupted_sweep"))
     assert output.count("wait was interrupted: rank 0 at ") == 2
     assert "interrupted\n" in output
 

@@ -13,6 +13,7 @@ import pytest
 from parawrap import LaunchError, LaunchTimeoutError, RankDiedError
 from tests.helpers.processes import SILENT_S, assert_gone, pids_in, ranks, running_script
 from tests.helpers.ranks import all_sum, my_rank
+from tests.helpers.scripts import read_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 
@@ -122,38 +123,6 @@ def test_a_time_limit_counts_per_call(field, limit):
 
 # -- Ctrl-C
 
-PARENT = """
-import os, sys, time
-from pathlib import Path
-import torch.distributed as dist
-from parawrap import LaunchError, Platform, current_rank
-
-def waits(how, folder):
-    Path(folder, f"{os.getpid()}.pid").touch()
-    while True:
-        try:
-            time.sleep(600)
-        except KeyboardInterrupt:
-            Path(folder, f"{current_rank().global_rank}.interrupted").touch()
-            if how == "answers":
-                raise
-
-if __name__ == "__main__":
-    for how, grace_s in ("answers", 60), ("ignores", 600), ("ignores once", 0.5):
-        with Platform(device="cpu", n_cpus=2, grace_s=grace_s, verbose=False).open() as ranks:
-            pids = ranks(os.getpid)
-            try:
-                ranks(waits, how, Path(how))
-            except KeyboardInterrupt as error:
-                print("interrupted", flush=True)
-                for note in getattr(error, "__notes__", []):
-                    print(note)
-            try:
-                print(ranks(dist.barrier), ranks(os.getpid) == pids)
-            except LaunchError as error:
-                print(error)
-"""
-
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
@@ -165,7 +134,7 @@ def interrupted(tmp_path_factory):
     cases = ["answers", "ignores", "ignores once"]
     for how in cases:
         (root / how).mkdir()
-    with running_script(root, PARENT) as parent:
+    with running_script(root, read_script("three_interrupted_worlds")) as parent:
         for how in cases:
             pids[how] = pids_in(root / how, 2)
             if how == "answers":

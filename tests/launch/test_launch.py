@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, current_rank, wrapper
 from tests.helpers.processes import is_gone, pids_in, ranks, running_script
+from tests.helpers.scripts import read_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 
@@ -97,48 +98,6 @@ def test_upon_finish_may_use_its_launch(tmp_path, caplog):
 
 # -- two Ctrl-C during the start of a launch
 
-INTERRUPTS = """
-import os, signal, sys, time
-from parawrap import Platform, wrapper
-
-os.environ["PARAWRAP_TEST_MARK"] = sys.argv[1]  # of the warm process and its ranks
-two = Platform(device="cpu", n_cpus=2, grace_s=0.5, verbose=False)
-launchable = wrapper(two)(lambda: time.sleep(600))
-returns = wrapper(Platform(device="cpu", n_cpus=2, verbose=False))(lambda: 1)
-
-def interrupt(*_):
-    received.append(1)
-    if len(received) == 1:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)  # the second Ctrl-C
-    raise KeyboardInterrupt
-
-def launch(delay_s):
-    '''Launch, with two Ctrl-C after a delay.'''
-    received.clear()
-    signal.setitimer(signal.ITIMER_REAL, delay_s)
-    launchable()
-
-def catch(delay_s):
-    '''Keep the exceptions, and launch again.'''
-    try:
-        try:
-            launch(delay_s)
-        except KeyboardInterrupt as error:
-            kept.append(error)
-        while len(received) < 2:
-            time.sleep(0.01)
-    except KeyboardInterrupt as error:
-        kept.append(error)
-    print(*returns(), flush=True)
-
-kept, received = [], []
-signal.signal(signal.SIGALRM, interrupt)
-catch(0.2)  # the warm process starts
-for number in range(int(sys.argv[2])):
-    catch(0.001 + 0.002 * number)
-launch(0.01)
-"""
-
 
 def processes_with_mark(mark):
     found = psutil.process_iter(["environ"])
@@ -152,7 +111,7 @@ def test_two_interrupts_leave_nothing(tmp_path):
     the exceptions.
     """
     rounds = int(os.environ.get("PARAWRAP_CHAOS", "8"))
-    with running_script(tmp_path, INTERRUPTS, tmp_path, rounds) as script:
+    with running_script(tmp_path, read_script("two_interrupts"), tmp_path, rounds) as script:
         output, _ = script.communicate(PATIENCE_S)
         assert [line for line in output.splitlines() if line == "1 1"] == ["1 1"] * (1 + rounds), (
             output

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from parawrap import LaunchError, RankDiedError, UnsendableError, current_rank, functional, wrapper
 from tests.helpers.processes import assert_nothing_left, notes_of, ranks, running_script
+from tests.helpers.scripts import read_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 
@@ -111,34 +112,10 @@ def test_edited_module_is_imported(tmp_path, monkeypatch):
         assert wrapper(ranks(1))(looks)() == (value,)
 
 
-LOADER = """
-import sys
-from torch.utils.data import DataLoader
-from parawrap import Platform, wrapper
-
-print("script", __name__, file=sys.stderr)
-
-class Own(list):
-    pass
-
-@wrapper(Platform(device="cpu", n_cpus=1))
-def loads(method):
-    import rows
-
-    dataset = Own([1.0, 5.0])
-    dataset.source = rows.ROWS  # of a class of a module
-    (batch,) = DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context=method)
-    return batch.sum().item()
-
-if __name__ == "__main__":
-    print(*loads("forkserver"))
-"""
-
-
 def test_rank_has_loader_workers(tmp_path):
     """They find datasets of the script and modules of its folder."""
     (tmp_path / "rows.py").write_text("class Rows(list): pass\nROWS = Rows([1.0, 2.0])")
-    with running_script(tmp_path, LOADER) as script:
+    with running_script(tmp_path, read_script("loader_workers")) as script:
         written = script.communicate(2 * PATIENCE_S)[0]
     assert written.count("script __main__") == 1  # workers do not run the guarded part
     assert "6.0\n" in written

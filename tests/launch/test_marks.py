@@ -23,6 +23,7 @@ from parawrap.launch import inheritance
 from parawrap.launch._world import find_world
 from parawrap.processes import pool
 from tests.helpers.processes import ranks, run_script
+from tests.helpers.scripts import read_script
 from tests.helpers.waiting import PATIENCE_S
 
 LAUNCHES = """
@@ -145,33 +146,11 @@ def test_a_script_without_a_guard(tmp_path):
     assert done.stdout.splitlines()[-1] == "[1]"
 
 
-MODULE = """
-import multiprocessing
-from parawrap import Platform, wrapper
-from .data import NAME
-
-def child(results):
-    results.put(NAME)
-
-@wrapper(Platform(device="cpu", n_cpus=1, verbose=False))
-def start():
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=child, args=(results,))
-    process.start()
-    name = results.get(timeout=60)
-    process.join()
-    return name
-
-if __name__ == "__main__":
-    print(*start())
-"""
-
-
 def test_workers_of_a_package_that_runs_with_m(tmp_path):
     """They import the main module by its name, which relative imports need."""
     (tmp_path / "package").mkdir()
-    for name, text in {"__init__": "", "data": "NAME = 'found'", "train": MODULE}.items():
+    train = read_script("module_that_spawns")
+    for name, text in {"__init__": "", "data": "NAME = 'found'", "train": train}.items():
         (tmp_path / "package" / f"{name}.py").write_text(text)
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
@@ -199,31 +178,9 @@ def test_a_manager_of_the_script():
         assert sorted(queue.get() for _ in range(2)) == [0, 1]
 
 
-SHARES = """
-from multiprocessing import shared_memory
-from parawrap import Platform, wrapper
-
-def attach(name):
-    block = shared_memory.SharedMemory(name=name)
-    block.buf[0] += 1
-    block.close()
-
-platform = Platform(device="cpu", n_cpus=2, verbose=False, ipc_groups=None)
-with platform.open() as opened:
-    block = shared_memory.SharedMemory(create=True, size=80)
-    opened[0](attach, block.name)
-    wrapper(platform)(attach)(block.name)
-again = shared_memory.SharedMemory(name=block.name)
-print(again.buf[0] > 0)
-again.close()
-block.close()
-block.unlink()
-"""
-
-
 def test_shared_memory_of_the_script(tmp_path):
     """It stays when a rank that has used it ends, also if ranks were open before it was made."""
-    assert run_script(tmp_path, SHARES) == "True\n"
+    assert run_script(tmp_path, read_script("shared_block")) == "True\n"
 
 
 def leave_slowly(path, seconds):
@@ -266,33 +223,13 @@ def test_user_signals_belong_to_the_function():
 
 # -- variables that look like those of torchrun
 
-POD = """
-import os
-os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
-from parawrap import Platform, current_rank, wrapper
-def place(): return current_rank().global_rank, os.environ["WORLD_SIZE"]
-print(*wrapper(Platform(device="cpu", n_cpus=2, verbose=False))(place)())
-with Platform(device="cpu", n_cpus=2, verbose=False).open() as opened:
-    print(*opened(place))
-del os.environ["MASTER_PORT"]
-print(*wrapper(Platform(device="cpu", verbose=False))(place)())
-os.environ["MASTER_PORT"] = "29511"
-for launcher in "env", None:
-    os.environ["WORLD_SIZE"] = "1" if launcher else "3"
-    try:
-        wrapper(Platform(device="cpu", n_cpus=2, launcher=launcher))(place)()
-    except Exception as error:
-        print(type(error).__name__, "WORLD_SIZE=" in str(error), "launcher='local'" in str(error))
-"""
-
 
 def test_a_pod_or_notebook_is_no_torchrun(tmp_path):
     """Ranks start here.
 
     If another number of processes was started, the message names the variable.
     """
-    assert run_script(tmp_path, POD).splitlines() == [
+    assert run_script(tmp_path, read_script("variables_of_a_pod")).splitlines() == [
         "(0, '2') (1, '2')",
         "(0, '2') (1, '2')",
         "(0, '1')",

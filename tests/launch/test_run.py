@@ -10,30 +10,8 @@ from parawrap import LaunchError, Platform, wrapper
 from parawrap.launch import Job, Launch, running
 from parawrap.launch.run import FinishedRun, Run, RunOutput
 from tests.helpers.processes import ranks, run_script
+from tests.helpers.scripts import read_script
 from tests.helpers.waiting import PATIENCE_S, eventually
-
-EXITS = """
-import atexit
-
-def launch_late():
-    try:
-        launches()
-    except Exception as error:
-        print(type(error).__name__, "while the interpreter exits" in str(error))
-
-atexit.register(launch_late)  # runs after the exit hook of parawrap, which is registered later
-from parawrap import Platform, wrapper
-
-platform = Platform(device="cpu", n_cpus=1, verbose=False)
-launches = wrapper(platform)(lambda: 1)
-waits = wrapper(platform)(lambda seconds: __import__("time").sleep(seconds))
-iterator = waits.map([600] * 4, max_parallel=2)
-submitted = waits.submit(600)
-opened = platform.open()
-threading = __import__("threading")
-threading.Thread(target=lambda: next(iterator), daemon=True).start()
-print(*launches())
-"""
 
 
 def test_all_runs_end_with_the_interpreter(tmp_path):
@@ -41,7 +19,8 @@ def test_all_runs_end_with_the_interpreter(tmp_path):
 
     Later launches are refused.
     """
-    assert run_script(tmp_path, EXITS, patience_s=60).splitlines() == ["1", "LaunchError True"]
+    output = run_script(tmp_path, read_script("runs_at_exit"), patience_s=60)
+    assert output.splitlines() == ["1", "LaunchError True"]
 
 
 def test_the_registry_has_what_runs(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
 from dataclasses import replace
 
 import pytest
@@ -17,6 +16,7 @@ from parawrap.launch import _devices, shares
 from parawrap.launch._devices import Device, variables_for
 from parawrap.launch.shares import share_out
 from tests.helpers.processes import ranks, run_script
+from tests.helpers.scripts import read_script
 from tests.helpers.waiting import eventually
 
 ALL_CORES = sorted(os.sched_getaffinity(0))
@@ -111,51 +111,13 @@ def test_inline_calls_see_the_first_device():
 @pytest.mark.usefixtures("four_cores")
 def test_loader_workers_import_the_script(tmp_path):
     """Workers by spawn run the script again, before they know of the rank. It has two platforms."""
-    run_script(
-        tmp_path,
-        """
-        from torch.utils.data import DataLoader
-        from parawrap import Platform, wrapper
-
-        @wrapper(Platform(device="neuron", n_gpus=1, device_ids=[2, 3], verbose=False))
-        def train(way):
-            loader = DataLoader([1, 2], num_workers=1, multiprocessing_context=way)
-            return len(list(loader))
-
-        @wrapper(Platform(device="neuron", ipc_groups=[[0, 1], [2, 3]], verbose=False))
-        def evaluate():
-            pass
-
-        if __name__ == "__main__":
-            assert [list(each) for each in train.map(["spawn", "forkserver"])] == [[2], [2]]
-        """,
-    )
+    run_script(tmp_path, read_script("loader_of_two_platforms"))
 
 
 @pytest.mark.usefixtures("four_cores")
 def test_ranks_import_the_module_of_their_platform(tmp_path):
     """A rank sees fewer devices than its platform names, and still makes the same platform."""
-    (tmp_path / "jobs.py").write_text(
-        textwrap.dedent(
-            """
-            import os
-            from parawrap import Platform, wrapper
-
-            GROUPS = [[0], [1]]
-            TWO = wrapper(Platform(device="neuron", n_gpus=2, ipc_groups=GROUPS, verbose=False))
-            Platform(device="neuron", ipc_groups=[[0, 1], [2, 3]], print_ranks=[3])
-            NAMED = wrapper(Platform(device="neuron", device_ids=[3, 2], verbose=False))
-
-            @TWO
-            def of_two():
-                return os.environ["NEURON_RT_VISIBLE_CORES"]
-
-            @NAMED
-            def of_named():
-                return os.environ["NEURON_RT_VISIBLE_CORES"]
-            """
-        )
-    )
+    (tmp_path / "jobs.py").write_text(read_script("jobs_on_named_devices"))
     code = "import jobs; print(*jobs.of_two(), *jobs.of_named())"
     program = [sys.executable, "-c", code]
     paths = os.pathsep.join([str(tmp_path), *sys.path])

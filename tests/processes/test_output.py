@@ -18,6 +18,7 @@ import pytest
 from parawrap import LaunchError, RankDiedError, current_rank, wrapper
 from parawrap.processes.output import Printer, Transcript
 from tests.helpers.processes import ranks
+from tests.helpers.scripts import read_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 PREFIX = "[rank 3] "
@@ -210,33 +211,15 @@ def test_unbuffered_output(monkeypatch):
     assert launch.logs(0) == "no newline"
 
 
-UNREAD = """
-import os, time
-from parawrap import Platform, wrapper
-from parawrap.errors import LaunchTimeoutError
-
-def talk(then_s):
-    for _ in range(3000):
-        print("x" * 1000, flush=True)
-    time.sleep(then_s)
-
-fields = dict(device="cpu", n_cpus=2, ipc_groups=None, grace_s=0)
-try:
-    wrapper(Platform(timeout_min=1 / 60, **fields))(talk)(600)
-except LaunchTimeoutError:
-    os.write(2, b"timed out")
-wrapper(Platform(**fields))(talk)(0)
-os.write(2, b", done")
-"""
-
-
 def test_unread_output_stops_no_launch():
     """A launch reaches its time limit even if its output is not read.
 
     All of it is printed before the interpreter exits.
     """
     with subprocess.Popen(
-        [sys.executable, "-c", UNREAD], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", read_script("unread_output")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as script:
         expected = b"timed out, done"
         assert script.stderr.read(len(expected)) == expected

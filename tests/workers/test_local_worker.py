@@ -26,6 +26,7 @@ from tests.helpers.processes import (
     run_script,
     running_script,
 )
+from tests.helpers.scripts import read_script
 from tests.helpers.waiting import eventually
 
 
@@ -172,43 +173,16 @@ def test_abandoned_block_ends():
     )
 
 
-UNCLOSED = """
-import os, sys, threading, torch
-from pathlib import Path
-from torch import nn
-from parawrap import parallel
-
-class Blocked(nn.Module):
-    def __init__(self, folder):
-        super().__init__()
-        self.folder = folder
-
-    def forward(self, x):
-        if x[0] == 1:
-            Path(self.folder, f"{os.getpid()}.pid").touch()
-            threading.Event().wait()
-        return x
-
-if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    p = parallel(Blocked(sys.argv[1]), ["cpu", "cpu"], workers="process")
-    futures = [p.submit(torch.full((2,), value)) for value in (0.0, *map(float, sys.argv[2:]))]
-    print(futures[0].result().tolist(), flush=True)
-    if "1" in sys.argv and sys.argv[-1] != "1":
-        futures[1].result()
-"""
-
-
 @pytest.mark.parametrize("calls", [(), (1, 1)], ids=["idle", "busy"])
 def test_script_without_close_exits(tmp_path, calls):
     """At the end of a script, workers end, also in the middle of a call."""
-    assert run_script(tmp_path, UNCLOSED, tmp_path, *calls) == "[0.0, 0.0]\n"
+    assert run_script(tmp_path, read_script("unclosed_block"), tmp_path, *calls) == "[0.0, 0.0]\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_workers_end_with_their_parent(tmp_path, number):
     """Ctrl-C and SIGKILL of the launching process end workers that are in the middle of a call."""
-    with running_script(tmp_path, UNCLOSED, tmp_path, 1, 1, 0) as parent:
+    with running_script(tmp_path, read_script("unclosed_block"), tmp_path, 1, 1, 0) as parent:
         pids = pids_in(tmp_path, 2)
         os.kill(parent.pid, number)
         assert_gone(pids)

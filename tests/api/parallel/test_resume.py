@@ -24,6 +24,7 @@ from torch import nn
 from parawrap import ResumeError, ShardError, parallel
 from parawrap.engine.resume import digest_value
 from tests.helpers.processes import run_script, running_script
+from tests.helpers.scripts import read_script
 from tests.helpers.shards import Output
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -195,26 +196,6 @@ def test_files_that_cannot_be_loaded(tmp_path):
     assert computed == {0: 1, 1: 2, 2: 1}
 
 
-KILLED = """
-import json, os, sys, torch
-from parawrap import parallel
-
-folder, count = sys.argv[1], int(sys.argv[3])
-log = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-def double(x, name):
-    os.write(log, b"%d\\n" % x[0].item())
-    return x * 2
-
-seen = []
-with torch.no_grad(), parallel(double, ["cpu", "cpu"]) as p:
-    source = ({"name": f"row {i}", "x": torch.full((2, 1), float(i))} for i in range(count))
-    for output in p.map(source, resume=folder):
-        seen.append(output[0].item())
-print(json.dumps(seen))
-"""
-
-
 def test_a_run_that_is_killed_at_random(tmp_path, monkeypatch):
     """No saved output is lost or computed again.
 
@@ -235,12 +216,12 @@ def test_a_run_that_is_killed_at_random(tmp_path, monkeypatch):
 
     count = 200
     for enough in sorted(random.Random(5).sample(range(1, count), 3)):
-        with running_script(tmp_path, KILLED, folder, log, count) as script:
+        with running_script(tmp_path, read_script("killed_stream"), folder, log, count) as script:
             eventually(lambda: len(saved()) >= enough, f"{enough} outputs")  # noqa: B023
             script.kill()
             script.communicate(PATIENCE_S)
         check()
-    lines = run_script(tmp_path, KILLED, folder, log, count).splitlines()
+    lines = run_script(tmp_path, read_script("killed_stream"), folder, log, count).splitlines()
     assert json.loads(lines[-1]) == [2.0 * index for index in range(count)]
     check()
     assert committed.keys() == set(range(count))

@@ -1,0 +1,13 @@
+"""Programs that tests run in processes of their own, one per file.
+
+pytest does not collect this folder, because it would run them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def read_script(name):
+    """Return the text of a program. Tests copy it into their folder, where the program runs."""
+    return Path(__file__).with_name(f"{name}.py").read_text()

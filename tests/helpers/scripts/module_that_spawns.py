@@ -1,0 +1,26 @@
+"""A module of a package that runs with ``python -m``; its rank starts a process."""
+
+import multiprocessing
+
+from parawrap import Platform, wrapper
+
+from .data import NAME
+
+
+def child(results):
+    results.put(NAME)
+
+
+@wrapper(Platform(device="cpu", n_cpus=1, verbose=False))
+def start():
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=child, args=(results,))
+    process.start()
+    name = results.get(timeout=60)
+    process.join()
+    return name
+
+
+if __name__ == "__main__":
+    print(*start())
