@@ -45,7 +45,9 @@ def test_wrapper_example_trains():
 
 @pytest.mark.long
 def test_preempted_training_goes_on():
-    """It restarts from its checkpoint, and has the weights of an uninterrupted training."""
+    """A preempted training restarts from its checkpoint, and has the weights of an uninterrupted
+    training.
+    """
     printed = ran("preemption.py")
     assert ", restarted 1 time(s)" in printed
     assert printed.splitlines()[-1] == "the same weights as without preemption: True"

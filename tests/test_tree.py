@@ -177,7 +177,7 @@ class Corner(tuple, enum.Enum):
     [Corner.TOP, torch.nn.ReLU(), UserList([1]), torch.Size((2, 3)), None, "text"],
     ids=repr,
 )
-def test_leaves(value):
+def test_values_that_are_one_leaf(value):
     """Enum members, modules, sizes, and classes that only look like a list are one leaf."""
     assert flatten(value)[0][0] is value
     assert rebuilt(value) is value

@@ -23,7 +23,9 @@ class Net(nn.Module):
 
 
 def test_outputs_of_layers():
-    """They are those of the plain call. No hook stays, and the modes of layers do not change."""
+    """Outputs of layers are those of the plain call. No hook stays, and the modes of layers do not
+    change.
+    """
     model, x = Net(), torch.randn(9, 3)
     model.second.eval()
     features = collect(model, ["first", ""])

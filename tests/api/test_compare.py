@@ -42,7 +42,7 @@ def test_the_table_has_a_row_per_way(capsys):
 
 
 def test_a_table_of_known_numbers():
-    """It has the median, the quartiles, the ratio of medians, and both differences."""
+    """The table has the median, the quartiles, the ratio of medians, and both differences."""
     plain = dataclasses.replace(SLOW, gradients=SAME)
     lanes = Way("lanes", FAST.seconds, Difference(0.5, 0.25), Difference(math.inf, math.inf))
     other = dataclasses.replace(lanes, outputs=SAME, gradients=Difference(1e-7, 1e-8))
@@ -145,12 +145,16 @@ CONCLUSIONS = {
 
 @pytest.mark.parametrize(("ways", "text"), CONCLUSIONS.values(), ids=CONCLUSIONS)
 def test_the_conclusion_of_known_times(ways, text):
-    """It names the way to write if that is faster by more than the spread and keeps the results."""
+    """The conclusion names the way to write if that is faster by more than the spread and keeps the
+    results.
+    """
     assert conclude(ways, "lanes") == text
 
 
 def test_the_conclusion_is_shown():
-    """It stands below the table, in the repr, and in a notebook, where markup is escaped."""
+    """The conclusion stands below the table, in the repr, and in a notebook, where markup is
+    escaped.
+    """
     comparison = Comparison("title", (PLAIN, MAP), "First <b>.\nSecond.")
     assert str(comparison).endswith("\nFirst <b>.\nSecond.")
     assert repr(comparison) == "<Comparison: plain 4 ms, map 2 ms. First <b>. Second.>"

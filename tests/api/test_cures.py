@@ -234,7 +234,7 @@ def test_a_block_without_effect():
 
 
 def test_a_generator_is_not_decorated():
-    """It would run after its block has ended."""
+    """A block does not decorate a generator, which would run after its block has ended."""
     model = Double()
 
     def outputs(x):

@@ -131,7 +131,7 @@ def test_calls_without_rows():
 
 
 def test_close_ends_the_lanes():
-    """The next call starts them again."""
+    """`close` ends the lanes, and the next call starts them again."""
     net = DataParallel(nn.Linear(4, 2), THREE)
     x = torch.randn(7, 4)
     for _ in range(2):

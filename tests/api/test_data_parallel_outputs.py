@@ -54,7 +54,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", [*JOINED, *ITEMS, *OTHERS])
-def test_lists(name):
+def test_lists_are_joined_or_refused(name):
     """Lists of tensors with the rows are joined item by item; others are refused, with cures that
     work.
 
@@ -128,7 +128,7 @@ class Detr(nn.Module):
 @pytest.mark.parametrize("layers", [3, 4, 5, 6])
 @pytest.mark.parametrize("rows", ROWS)
 def test_auxiliary_outputs(rows, layers):
-    """They are joined item by item, also with as many layers as rows in a lane."""
+    """Auxiliary outputs are joined item by item, also with as many layers as rows in a lane."""
     model, images = Detr(layers), torch.randn(rows, 3)
     plain = model(images)
     parts = default_collate(2)(list(images))
@@ -171,7 +171,7 @@ class CenterNet(nn.Module):
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_stacks(rows):
+def test_lists_with_a_dict_per_stack(rows):
     """A list with as many dicts as rows is refused.
 
     The cures of the message work with any number of rows.
@@ -196,7 +196,7 @@ def test_stacks(rows):
 
 @pytest.mark.parametrize("boxes", [2, 4])
 def test_lists_of_images(boxes):
-    """With images in lists, boxes of different images are never put together."""
+    """Boxes of different images are never put together."""
     model = Calls(lambda images: [{"boxes": image.sum().expand(boxes, 4)} for image in images])
     images = [torch.full((3, 2, 2), float(number)) for number in range(4)]
     net = TupleParallel(model, TWO, reduction=cat)

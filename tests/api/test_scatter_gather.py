@@ -167,7 +167,7 @@ def test_gather_refuses_other_outputs(outputs, words):
 
 
 def test_replicas_are_new_modules():
-    """Their gradients reach the module.
+    """Replicas are new modules, whose gradients reach the module.
 
     Attributes that are set on a replica stay there until it is dropped.
     """
@@ -216,7 +216,9 @@ def test_each_call_has_its_arguments():
 
 
 def test_calls_run_at_the_same_time():
-    """Each runs in its own thread, also on one device, and leaves none."""
+    """Each call of `parallel_apply` runs in its own thread, also on one device, and no thread is
+    left.
+    """
     barrier = threading.Barrier(3)
 
     def meet(x):

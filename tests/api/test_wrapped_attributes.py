@@ -80,7 +80,9 @@ def test_missing_names(wrap):
 
 
 def test_failing_property_of_a_subclass():
-    """It raises its own error, even if the module has an attribute of that name."""
+    """A property of a subclass that fails raises its own error, even if the module has an attribute
+    of that name.
+    """
 
     class Mine(DataParallel):
         @property
@@ -111,7 +113,7 @@ def test_own_names_come_first():
     ids=["deepcopy", "copy", "pickle"],
 )
 def test_copies_are_wrappers(wrap, duplicate):
-    """Before and after a call.
+    """Copies of a DataParallel are wrappers, before and after a call.
 
     The module's `__deepcopy__` copies the module, not the wrapper around it.
     """

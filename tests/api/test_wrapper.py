@@ -59,7 +59,7 @@ def test_function_keeps_its_metadata():
     assert typing.get_type_hints(shift) == {"a": int, "b": float, "scale": int, "return": str}
 
 
-def test_attributes():
+def test_attributes_of_the_function():
     """`platform` is read-only.
 
     Other attributes are those of the function, and may be set and deleted, as click does.

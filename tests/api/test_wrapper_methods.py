@@ -75,7 +75,7 @@ class Small(Model):
 
 @pytest.mark.parametrize("kind", ["above", "unchained", "below", "static_above", "static_below"])
 def test_methods_run_on_their_class(kind):
-    """Through an object, a subclass, or a pickle."""
+    """A class method runs on its class, through an object, a subclass, or a pickle."""
     bias = 0 if kind.startswith("static") else 10
     assert getattr(Model(), kind)(1) == (bias + 1,)
     method = getattr(Small, kind)
@@ -88,7 +88,9 @@ def test_methods_run_on_their_class(kind):
 
 
 def test_methods_run_on_their_object():
-    """Through the object, the class, super(), `map`, a pickle, or a copy."""
+    """A method runs on its object, through the object, the class, super(), `map`, a pickle, or a
+    copy.
+    """
     model = Model(bias=3)
     assert Model.method(model, 1) == model.method.submit(1).results() == (4,)
     assert [outcome[0] for outcome in model.method.map([1, 2])] == [4, 5]

@@ -38,7 +38,8 @@ def test_cores_without_an_affinity_mask(cores, monkeypatch):
     ],
 )
 def test_usable_cores(cores, tmp_path, files, usable):
-    """They are the minimum of affinity mask and cgroup's quota, and at least one.
+    """The number of usable cores is the minimum of affinity mask and cgroup's quota, and at least
+    one.
 
     Unreadable text sets no limit.
     """

@@ -66,7 +66,9 @@ def test_other_values_are_refused(value):
 
 
 def test_a_backend_without_streams(fakes):
-    """It resolves lists. Missing indices, and lists of two kinds, are refused."""
+    """A backend without streams resolves lists. Missing indices, and lists of two kinds, are
+    refused.
+    """
     fake = fakes["meta"]
     every = tuple(torch.device("meta", index) for index in range(3))
     assert resolve_devices("meta") == every

@@ -12,7 +12,7 @@ from parawrap.cli import _doctor, main
 
 
 def test_machine_has_no_problem(here):
-    """It prints the versions, six checks, and a summary. The trials run here, too."""
+    """The doctor prints the versions, six checks, and a summary. The trials run here, too."""
     shown = here("doctor")
     assert (shown.returncode, shown.stderr) == (0, "")
     versions, *checks, empty, summary = shown.stdout.splitlines()

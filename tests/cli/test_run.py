@@ -259,7 +259,7 @@ def test_annotations_convert(here, target, words, result):
 
 
 def test_help_of_function_is_shown(here):
-    """It has the parameters with their descriptions, and nothing is launched."""
+    """The help of a function describes its parameters, and nothing is launched."""
     for word in "--help", "-h":
         shown = here("run", "train:typed", "--", word)
         assert (shown.returncode, shown.stderr) == (0, "")

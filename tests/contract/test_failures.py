@@ -26,8 +26,8 @@ NOT_SUPERVISED = ("slurm", *UNWATCHED)
 
 
 def test_an_exception_arrives(launcher, observed):
-    """While others wait, with its attributes, its rank, and its traceback; after as many failures
-    as allowed.
+    """An exception arrives while other ranks wait, with its attributes, its rank, and its
+    traceback, after as many failures as allowed.
     """
     found = observed["raised"]
     check_cell("raised", launcher.name, found.behavior)

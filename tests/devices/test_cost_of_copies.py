@@ -98,7 +98,7 @@ def additions(model, x):
 
 
 @pytest.mark.parametrize("count", [10, 300])
-def test_additions(count):
+def test_gradients_are_added_once(count):
     """Gradients are added once per further device and dtype, and those of lanes at home once per
     parameter.
 

@@ -45,7 +45,7 @@ def test_batch_norm_statistics(home, devices):
     "write", [lambda calls: calls.data.add_(1), lambda calls: setattr(calls, "data", calls + 1)]
 )
 def test_writes_of_parameters(write, home):
-    """They are refused, also in lanes that would write their own copy."""
+    """Writes of parameters are refused, also in lanes that would write their own copy."""
 
     def forward(self, x):
         write(self.calls)

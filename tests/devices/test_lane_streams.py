@@ -64,7 +64,7 @@ def in_a_thread(work):
 
 @pytest.mark.parametrize("devices", [SIMS, TWICE], ids=str)
 def test_each_lane_has_its_own_stream(devices):
-    """It is not the caller's, and stays the same from call to call.
+    """The stream of a lane is not the caller's, and stays the same from call to call.
 
     The device of the lane is the current one.
     """

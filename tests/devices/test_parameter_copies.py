@@ -37,8 +37,8 @@ class Net(nn.Sequential):
 
 @pytest.mark.parametrize("between", ["no grad", "map", "nothing"])
 def test_every_step_is_seen(between):
-    """Also by the calls without gradients that follow it, and if one step has several calls before
-    it.
+    """Each step of an optimizer is seen, also by the calls without gradients that follow it, and if
+    one step has several calls before it.
 
     Fused optimizers leave the versions of the parameters alone.
     """
@@ -146,8 +146,8 @@ WAYS = {
 @HOMES
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_run_backward(way, home):
-    """They give the plain gradients, and a hook on a parameter runs as often, with the whole
-    gradient.
+    """All ways to run backward give the plain gradients, and a hook on a parameter runs as often,
+    with the whole gradient.
     """
     model, leaf = Net().to(home), rows(8).to(home)
     model[0].bias.requires_grad_(requires_grad=False)
@@ -169,7 +169,7 @@ def test_ways_to_run_backward(way, home):
 
 @HOMES
 def test_inputs_of_frozen_models(home):
-    """They get their gradient through the lanes' copies."""
+    """Inputs of frozen models get their gradient through the lanes' copies."""
     model, leaf = Net().to(home).requires_grad_(requires_grad=False), rows(8)
     x, plain_x = leaf.clone().requires_grad_(), leaf.to(home).requires_grad_()
     with parallel(model, SIMS, out_dims=0):
@@ -198,8 +198,8 @@ MODELS = {
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @HOMES
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_training(make, home):
-    """It gives the weights of plain training."""
+def test_training_equals_plain_training(make, home):
+    """Training in a block gives the weights of plain training."""
     model, plain = make().to(home), make()
     plain.load_state_dict(model.state_dict())
     data = rows(200)
@@ -224,7 +224,7 @@ def test_training(make, home):
     ids=["script", "trace"],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_torchscript(form):
+def test_lanes_share_torchscript(form):
     """Lanes on its device share a TorchScript module.
 
     Lanes elsewhere have copies, without gradients.
@@ -380,7 +380,9 @@ STEPS = {"two": accumulate, "graph": graph_of_gradients}
 @pytest.mark.parametrize("make", [Experts, Odd])
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_gradients_of_odd_parameters(make, step, home):
-    """They are the plain ones, in the same layout, and None where no device uses a parameter."""
+    """Gradients of odd parameters are the plain ones, in the same layout, and None where no device
+    uses a parameter.
+    """
     model, plain = make().to(home), make()
     plain.load_state_dict(model.state_dict())
     with parallel(model, SIMS, out_dims=0):
@@ -397,8 +399,8 @@ def test_gradients_of_odd_parameters(make, step, home):
 
 @pytest.mark.parametrize("make", [Experts, Odd])
 def test_batches_of_gradients(make):
-    """Gradients of several outputs in one pass, of a model on the CPU: torch has no rule for their
-    way off a stream.
+    """Gradients of several outputs in one pass are right for a model on the CPU: torch has no rule
+    for their way off a stream.
     """
     model = make()
     plain, x = copy.deepcopy(model), rows(9)
@@ -418,8 +420,8 @@ def test_batches_of_gradients(make):
 
 @HOMES
 def test_memory_of_gradients(home):
-    """Each has its memory alone: one gradient that is kept does not keep those that traveled with
-    it.
+    """Each gradient has its memory alone: one gradient that is kept does not keep those that
+    traveled with it.
     """
     model = Odd().to(home)
     with parallel(model, SIMS, out_dims=0):

@@ -45,7 +45,7 @@ def test_text_names_the_slowest_span():
 
 
 def test_trace_has_the_format_of_chrome(tmp_path):
-    """Complete events in microseconds, and a thread name for each track.
+    """The trace has complete events in microseconds, and a thread name for each track.
 
     It is read as it was written.
     """

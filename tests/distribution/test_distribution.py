@@ -62,7 +62,7 @@ def metadata_of(source):
 
 
 def test_builds_have_no_warnings(built):
-    """Neither setuptools nor `twine check --strict` prints one: a package index can show the
+    """Neither setuptools nor `twine check --strict` prints a warning: a package index can show the
     description.
     """
     assert [
@@ -109,7 +109,7 @@ def test_errors_cite_the_address(wheel, tmp_path):
 
 
 def test_source_can_be_tested(built):
-    """It has every file of the repository that `make test` reads."""
+    """The source distribution has every file of the repository that `make test` reads."""
     (source,) = built[0].glob("*.tar.gz")
     with tarfile.open(source) as opened:
         files = {name.partition("/")[2] for name in opened.getnames()}

@@ -49,8 +49,8 @@ def run_on_copies(model, rows):
 
 
 def test_sparse_gradients():
-    """They stay sparse; the sum of a sparse and a dense one is dense; those of the other parameters
-    travel as ever.
+    """Sparse gradients stay sparse; the sum of a sparse and a dense one is dense; those of the
+    other parameters travel as ever.
     """
     model = Words()
     plain = copy.deepcopy(model)

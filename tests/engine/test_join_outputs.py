@@ -44,7 +44,7 @@ def test_equal_values_are_not_one_value():
 
 
 def test_the_same_object_is_one_value():
-    """A parameter, or an argument that goes whole to every lane."""
+    """One object that all lanes return, such as a parameter or a whole argument, is one value."""
     for shared in (torch.zeros(7), torch.tensor(1.0), numpy.zeros(2)):
         assert joined({"w": shared}, {"w": shared})["w"] is shared
 
@@ -145,7 +145,7 @@ MADE = {
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_shapes_and_ranges_are_values(make):
-    """They may count rows, so equal ones are refused until they are declared."""
+    """Shapes, ranges, and slices may count rows: equal ones are refused until they are declared."""
     outputs = [{"y": torch.zeros(rows), "v": make()} for rows in (3, 1)]
     message = refusal(*outputs)
     assert options_of(message) == {"out_dims": {"v": None}}

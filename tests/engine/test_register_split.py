@@ -47,7 +47,9 @@ def registered(base=object):
 
 @pytest.mark.parametrize("base", [object, list])
 def test_registered_classes(base):
-    """With the batch, as the batch, and in outputs, also if the class is a container."""
+    """Values of a registered class are cut next to the batch, as the batch, and in outputs, also if
+    the class is a container.
+    """
     words = registered(base)
     shards = cut(Cutter(), torch.zeros(3), {"w": [words("abc")]})
     assert [shard.args[1]["w"][0].items for shard in shards] == [["a", "b"], ["c"]]
@@ -57,7 +59,9 @@ def test_registered_classes(base):
 
 
 def test_a_class_can_be_registered_late():
-    """Its values are refused before, and cut afterwards, by the same cutter."""
+    """Values of a class are refused before it is registered, and cut afterwards, by the same
+    cutter.
+    """
     for held, says in (
         ("ab", "a state that each lane would change"),
         ([torch.zeros(1)] * 2, "register_split(Words, split="),
@@ -85,7 +89,9 @@ def test_rows_and_split_of_a_class():
 
 
 def test_registered_rows_must_agree():
-    """In the call, and in the output unless it is declared as ragged or as one value."""
+    """Values of a registered class must have as many rows as the rest of the call, and of the
+    output unless it is declared as ragged or as one value.
+    """
     words = registered()
     assert "args[1] has 2 on dim 0, args[0] has 3" in uncut(Cutter(), torch.zeros(3), words("ab"))
     outputs = words("ab"), words("c")
@@ -103,7 +109,7 @@ def test_registered_rows_must_agree():
 
 
 def test_options_of_packed_sequences():
-    """`in_dims` and `out_dims` of None, and another output device."""
+    """Packed sequences take `in_dims` and `out_dims` of None, and another output device."""
     packed, again = (rnn.pack_sequence([torch.zeros(3), torch.zeros(2)]) for _ in range(2))
     for shard in cut(cutter(in_dims={"y": None}), torch.zeros(5), packed):
         assert torch.equal(shard.args[1].data, packed.data)
@@ -121,7 +127,7 @@ class Named(list):
 
 
 def test_sequences_are_made_anew():
-    """With the class, the bound, and the attributes of another one."""
+    """A sequence is made with the class, the bound, and the attributes of another one."""
     for like in ([1], (1,), deque([1], maxlen=3), Pair(1, 2), Named("a", [1])):
         made = make_sequence(like, iter([5, 6]))
         assert (type(made), [*made]) == (type(like), [5, 6])
@@ -228,7 +234,9 @@ def test_contents_show_changed_items(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_argument_takes_the_joined_state(kind):
-    """It stays the same object, and so do dicts inside it and tensors that did not change."""
+    """An argument that takes the joined state stays the same object, and so do dicts inside it and
+    tensors that did not change.
+    """
     value, joined_value = kind(torch.zeros(3)), kind(torch.zeros(3))
     rows, notes = value.rows, value.notes
     notes["old"] = 1

@@ -36,7 +36,7 @@ def test_options_of_averages(ranks, params, grads):
 
 
 def test_means_are_equal_on_every_rank():
-    """Bitwise, with frozen and tied parameters.
+    """Means are bitwise equal on every rank, also with frozen and tied parameters.
 
     A gradient keeps its strides, which may differ by rank.
     """

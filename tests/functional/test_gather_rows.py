@@ -257,6 +257,6 @@ def test_other_values_are_refused(tree, error, message):
     ids=["shuffled", "batches"],
 )
 def test_other_samplers_are_refused(loader, name):
-    """They draw other rows each time, or batches."""
+    """Samplers are refused that draw other rows each time, or batches."""
     with pytest.raises(TypeError, match=f"a {name} gave to the 1 rank.*shard_loader"):
         functional.gather_rows(torch.ones(3), loader)

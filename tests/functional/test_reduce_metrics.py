@@ -66,7 +66,7 @@ def test_sums_are_weighted_too(reduced):
 
 
 def test_tensors_keep_shape_and_dtype(reduced):
-    """They have no graph. A tree may have no numbers, or many."""
+    """Tensors keep shape and dtype, and have no graph. A tree may have no numbers, or many."""
     kinds = [torch.float16, torch.float64]
     tree = [torch.ones(2, 3, dtype=kind, requires_grad=True) for kind in kinds]
     tree += [torch.empty(0, 3), np.float32(1), torch.ones(10_000)]

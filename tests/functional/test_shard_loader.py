@@ -43,7 +43,7 @@ def order_of_torch(length, rank, epoch, **options):
     [(0, False), (1, True), (7, False), (12, True)],  # older torch cannot shuffle zero rows
 )
 def test_shares_have_each_row(ranks, length, shuffle):
-    """Without padding, once.
+    """The shares of all ranks have each row, without padding exactly once.
 
     With padding, ranks get equally many. With drop_last, full batches, and no row twice.
     """
@@ -100,7 +100,7 @@ def generator(seed):
 
 
 def test_ranks_agree_on_a_shuffle(ranks, lone_ranks):
-    """They split the order of rank 0's generator, although their generators differ; without a
+    """Ranks split the order of rank 0's generator, although their generators differ; without a
     group, there must be none.
     """
 
@@ -304,7 +304,7 @@ WORKERS = [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True
 @pytest.mark.parametrize("options", WORKERS, ids=["main process", "worker", "persistent worker"])
 @pytest.mark.parametrize("kind", [Keeping, KeepingBatches, Inner])
 def test_kept_batches_are_refused(kind, options):
-    """They would be those of all ranks.
+    """Batches that a program has kept are refused, since they would be those of all ranks.
 
     Each epoch is refused, also if the program has read the sampler itself.
     """

@@ -215,7 +215,7 @@ def test_wrapped_models(ranks):
 
 
 def test_gradients_are_dropped(ranks):
-    """They may be those of half a step.
+    """Gradients are dropped, since they may be those of half a step.
 
     Several optimizers, and parameters that only they have, are copied too.
     """

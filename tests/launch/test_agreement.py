@@ -73,7 +73,7 @@ def test_every_rank_answers_a_request_for_stacks(is_requested_before, store, mon
         assert threading.current_thread().name in requests[1].answers[0][1]
 
 
-def test_without_requests_the_thread_ends_with_the_function(store):
+def test_the_thread_ends_with_the_function(store):
     with Agreement(lambda: store, 0, 1):
         assert "parawrap-rank-agreement" in {each.name for each in threading.enumerate()}
     assert "parawrap-rank-agreement" not in {each.name for each in threading.enumerate()}

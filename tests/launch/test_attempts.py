@@ -39,7 +39,7 @@ def test_restarts_up_to_max_restarts(caplog):
 
 
 def test_a_cancel_prevents_a_restart(tmp_path):
-    """The cancel arrives while the ranks of a failed attempt clean up."""
+    """A cancel prevents a restart if it arrives while the ranks of a failed attempt clean up."""
 
     def train():
         if current_rank().global_rank == 1:

@@ -120,7 +120,7 @@ def use(value):
 
 @pytest.mark.stress
 def test_calls_leave_nothing_behind(world):
-    """Hundreds of calls and some failures, in all processes."""
+    """Hundreds of calls and some failures leave nothing in any process."""
     tensor = torch.ones(1 << 16)
 
     def calls(count):
@@ -202,9 +202,9 @@ def step_and_fail(failing, how):
 
 
 @pytest.mark.parametrize("how", ["compute", "all_reduce"])
-def test_the_first_error_after_a_step_names_the_cure(how):
-    """The note comes with the first error, and again once a call has succeeded. The cure works,
-    also after a broken collective.
+def test_first_error_of_a_step_names_cure(how):
+    """The note that names the cure comes with the first error, and again once a call has succeeded.
+    The cure works, also after a broken collective.
     """
 
     def make():
@@ -288,7 +288,9 @@ def test_operations_of_a_failed_call(world):
 
 
 def test_a_rank_that_does_not_stop():
-    """All ranks end. The first error has a note, and later calls say why the ranks have ended."""
+    """All ranks end if one does not stop. The first error has a note, and later calls say why the
+    ranks have ended.
+    """
     with ranks(grace_s=0.5).open() as opened:
         pids = opened(os.getpid)
         # Imports this module, so that the next call is interrupted in the function

@@ -50,7 +50,7 @@ def test_a_rank_that_computes_while_others_wait():
 
 
 def test_a_rank_that_prints_makes_progress():
-    """Others wait for it for twice the limit."""
+    """Other ranks may wait twice as long as the limit for a rank that prints."""
     function = wrapper(ranks(hang_timeout_s=LIMIT_S))(spin_beside_a_collective)
     assert function(True) == ("done", "done")
 
@@ -107,7 +107,7 @@ def fail_alone(how):
 
 
 @pytest.mark.parametrize("how", ["collective", "async", "backward"])
-def test_a_lost_connection_is_no_failure_of_its_own(how):
+def test_lost_connections_are_no_failures(how):
     """The rank that has left the collective is reported, and not the one that noticed it."""
     error = failure_of(fail_alone, how)
     assert type(error) is RankDiedError

@@ -33,8 +33,8 @@ def draws():
 
 
 def test_function_is_rank_0_of_1():
-    """It runs in the calling thread with the caller's objects; its result comes back in RankResults
-    of length one.
+    """An inline function runs in the calling thread with the caller's objects; its result comes
+    back in RankResults of length one.
     """
     platform, lock = alone(name="mine"), threading.Lock()
 

@@ -57,7 +57,7 @@ def test_arguments_are_those_at_submit(size):
 
 
 def test_cancel_waits_for_the_ranks(tmp_path):
-    """Rank 0 waits in a collective, and rank 1 holds the GIL."""
+    """`cancel` waits for the end of ranks that wait in a collective or hold the GIL."""
 
     def waits(folder):
         (folder / f"{os.getpid()}.pid").touch()
@@ -76,7 +76,8 @@ def test_cancel_waits_for_the_ranks(tmp_path):
 
 
 def test_upon_finish_may_use_its_launch(tmp_path, caplog):
-    """It can read the results of its launch, cancel it without effect, and start another launch.
+    """`upon_finish` can read the results of its launch, cancel it without effect, and start another
+    launch.
 
     Its error is logged.
     """
@@ -107,8 +108,8 @@ def processes_with_mark(mark):
 
 
 def test_two_interrupts_leave_nothing(tmp_path):
-    """At any moment of a start: a script can catch them and launch again, or end, although it keeps
-    the exceptions.
+    """A script can catch two interrupts at any moment of a start and launch again, or end, although
+    it keeps the exceptions. No process is left.
     """
     rounds = int(os.environ.get("PARAWRAP_CHAOS", "8"))
     with running_script(tmp_path, read_script("two_interrupts"), tmp_path, rounds) as script:

@@ -113,7 +113,7 @@ def test_edited_module_is_imported(tmp_path, monkeypatch):
 
 
 def test_rank_has_loader_workers(tmp_path):
-    """They find datasets of the script and modules of its folder."""
+    """Loader workers of a rank find datasets of the script and modules of its folder."""
     (tmp_path / "rows.py").write_text("class Rows(list): pass\nROWS = Rows([1.0, 2.0])")
     with running_script(tmp_path, read_script("loader_workers")) as script:
         written = script.communicate(2 * PATIENCE_S)[0]
@@ -124,7 +124,7 @@ def test_rank_has_loader_workers(tmp_path):
 @pytest.mark.stress
 @pytest.mark.parametrize("protocol", ["tcp", "file"])
 def test_launches_leave_nothing(protocol):
-    """Launches that return, raise, die, or are cancelled."""
+    """Launches that return, raise, die, or are cancelled leave no process, thread, or memory."""
 
     def works(end):
         total = torch.ones(1 << 20)  # 4 MiB: its file is mapped

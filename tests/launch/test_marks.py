@@ -71,8 +71,8 @@ def test_programs_do_not_see_variables_of_a_rank():
         }
 
 
-def test_a_launcher_in_a_program_of_a_rank_is_found():
-    """Its variables replace the copies of the rank's."""
+def test_launchers_in_programs_of_ranks():
+    """The variables of a launcher in a program of a rank replace the copies of the rank's."""
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     inherited = {**environ, inheritance._MARK: inheritance._place_in(environ)}
     assert find_world(inherited) is None
@@ -147,7 +147,9 @@ def test_a_script_without_a_guard(tmp_path):
 
 
 def test_workers_of_a_package_that_runs_with_m(tmp_path):
-    """They import the main module by its name, which relative imports need."""
+    """Processes of a package that runs with ``-m`` import the main module by its name, which
+    relative imports need.
+    """
     (tmp_path / "package").mkdir()
     train = read_script("module_that_spawns")
     for name, text in {"__init__": "", "data": "NAME = 'found'", "train": train}.items():
@@ -179,7 +181,9 @@ def test_a_manager_of_the_script():
 
 
 def test_shared_memory_of_the_script(tmp_path):
-    """It stays when a rank that has used it ends, also if ranks were open before it was made."""
+    """Shared memory of the script stays when a rank that has used it ends, also if ranks were open
+    before it was made.
+    """
     assert run_script(tmp_path, read_script("shared_block")) == "True\n"
 
 

@@ -93,7 +93,7 @@ def test_slurm_refuses_the_job(no_slurm):
 
 
 @pytest.mark.parametrize(("name", "package"), [("slurm", "submitit"), ("ray", "ray")])
-def test_no_package(name, package, monkeypatch):
+def test_launchers_without_their_package(name, package, monkeypatch):
     for module in [each for each in sys.modules if each.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)

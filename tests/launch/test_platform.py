@@ -243,7 +243,7 @@ def test_device_names_ignore_case():
 
 
 def test_auto_is_the_best_device(monkeypatch):
-    """The GPU of a Mac, or else one CPU rank.
+    """The device "auto" is the GPU of a Mac, or else one CPU rank.
 
     A device that is missing is an error that names the CPU.
     """
@@ -292,8 +292,8 @@ def test_backend_follows_device():
 
 
 def test_platform_is_frozen_value():
-    """It equals its pickle and other spellings; `replace` returns a new
-    platform, and validates it.
+    """A platform equals its pickle and other spellings; `replace` returns a new platform, and
+    validates it.
     """
     platform = on_cpu(
         n_cpus=4, ipc_groups=[[0, 1], [2, 3]], upon_finish=os.getpid, console_logs=Path("logs")

@@ -163,7 +163,7 @@ def test_a_class_with_slots(world):
         world(misspell, Result())
 
 
-def test_functions_of_other_modules_keep_their_globals(world, tmp_path):
+def test_functions_of_modules_keep_globals(world, tmp_path):
     """A module that was loaded from a file, and a script with other globals than `__main__`, as
     under a profiler.
     """
@@ -193,7 +193,7 @@ def test_surroundings_go_with_a_call(world, tmp_path, monkeypatch):
     assert world(around) == before
 
 
-def test_a_default_timeout_of_sockets_is_harmless():
+def test_default_socket_timeouts_do_no_harm():
     """`socket.setdefaulttimeout` of the script limits no call, and an early end of a rank never
     counts as a result.
     """
@@ -388,7 +388,9 @@ ranks(os.getpid)
 
 
 def test_a_script_leaves_ranks_open(tmp_path):
-    """They end before their server does. Otherwise the server would wait 10 s for them."""
+    """Ranks that a script leaves open end before their server does. Otherwise the server would wait
+    10 s for them.
+    """
     assert run_script(tmp_path, LEFT_OPEN) == "ended\n"
 
 

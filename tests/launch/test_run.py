@@ -15,7 +15,7 @@ from tests.helpers.waiting import PATIENCE_S, eventually
 
 
 def test_all_runs_end_with_the_interpreter(tmp_path):
-    """Launches, those of `map` in other threads, and ranks that stay.
+    """The interpreter ends launches, those of `map` in other threads, and ranks that stay.
 
     Later launches are refused.
     """
@@ -24,7 +24,7 @@ def test_all_runs_end_with_the_interpreter(tmp_path):
 
 
 def test_the_registry_has_what_runs(tmp_path):
-    """From the start of a run to its end, `upon_finish` included."""
+    """The registry has a run from its start to its end, `upon_finish` included."""
     seen = []
 
     def finish():
@@ -58,7 +58,9 @@ def test_the_first_end_holds():
 
 
 def test_a_function_that_has_run_here():
-    """Its error has the traceback of this process, at each call of `results`."""
+    """The error of a function that has run in this process has the traceback of this process, at
+    each call of `results`.
+    """
     try:
         raise KeyError("odd")
     except KeyError as error:

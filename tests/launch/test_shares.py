@@ -92,7 +92,9 @@ def test_launches_have_devices_of_their_own(fields, first, tmp_path):
 
 @pytest.mark.usefixtures("four_cores")
 def test_device_ids_name_the_devices_of_a_launch():
-    """By local rank, also for ranks that stay. By default, a launch has all that it names."""
+    """`device_ids` names devices by local rank, also for ranks that stay. By default, a launch has
+    all that it names.
+    """
     visible = visible_cores()
     assert list(on_cores(device_ids=[3, 0])(visible)()) == ["7", "4"]
     assert list(on_cores(device_ids=[3, 0, 3], n_gpus=1)(visible)()) == ["7"]
@@ -115,7 +117,7 @@ def test_loader_workers_import_the_script(tmp_path):
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_ranks_import_the_module_of_their_platform(tmp_path):
+def test_ranks_import_their_platforms_module(tmp_path):
     """A rank sees fewer devices than its platform names, and still makes the same platform."""
     (tmp_path / "jobs.py").write_text(read_script("jobs_on_named_devices"))
     code = "import jobs; print(*jobs.of_two(), *jobs.of_named())"
@@ -281,7 +283,9 @@ def test_division_of_cores(machine, launches, pinned, count, monkeypatch):
 
 @pytest.mark.usefixtures("four_gpus")
 def test_launches_on_gpus_may_use_every_core(monkeypatch):
-    """They only divide the threads: which cores are near a GPU is known to the system alone."""
+    """Launches on GPUs divide only the threads, not the cores: which cores are near a GPU is known
+    to the system alone.
+    """
     on_machine(monkeypatch, cores=range(8))
     found = share_out(on_gpus(n_gpus=1), 4)
     assert [share.platform.device_ids for share in found] == [(0,), (1,), (2,), (3,)]
@@ -289,7 +293,9 @@ def test_launches_on_gpus_may_use_every_core(monkeypatch):
 
 
 def test_places_of_cores():
-    """They are read from the system, and are the numbers of the cores where it has none."""
+    """The places of cores are read from the system, and are the numbers of the cores where it has
+    none.
+    """
     places = [shares._place_of(core) for core in ALL_CORES]
     assert [core for _, _, core in places] == ALL_CORES
     assert shares._place_of(123456) == (0, 123456, 123456)
@@ -300,7 +306,9 @@ def test_places_of_cores():
 
 @pytest.mark.usefixtures("four_gpus")
 def test_dry_run_of_a_sweep(monkeypatch):
-    """It says how many launches run at the same time, and who has which devices."""
+    """The dry run of a sweep says how many launches run at the same time, and who has which
+    devices.
+    """
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(shares, "usable_cores", lambda: 8)
     sweep = wrapper(on_gpus(n_gpus=2))(print).map(range(3), max_parallel=4)
@@ -322,7 +330,7 @@ def test_dry_run_of_a_sweep(monkeypatch):
 
 @pytest.mark.usefixtures("four_cores")
 def test_dry_run_names_neuron_cores():
-    """Those that the variable of the machine names."""
+    """A dry run names the NeuronCores that the variable of the machine names."""
     text = on_cores(device_ids=[1, 3])(print).dry_run()
     last = "rank 1: node 0, local rank 1, NeuronCore 7 (tensors on the CPU)"
     assert text.splitlines()[-1] == last

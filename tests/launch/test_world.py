@@ -135,7 +135,7 @@ def test_first_host_of_node_list():
 
 
 def test_each_job_has_its_own_port():
-    """All ranks of a job read the same one.
+    """Each job has its own port, and all ranks of a job read the same one.
 
     MASTER_ADDR and MASTER_PORT override the computed address.
     """

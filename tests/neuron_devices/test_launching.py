@@ -14,8 +14,8 @@ from parawrap.launch.set_up import set_up
 
 
 def test_each_rank_has_a_device(monkeypatch):
-    """It is the current device until `set_default_device` sets another. parawrap sets no cores of
-    the machine.
+    """The device of a rank is the current device until `set_default_device` sets another. parawrap
+    sets no cores of the machine.
     """
     monkeypatch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)
 
@@ -52,7 +52,7 @@ def test_rank_without_its_device():
         set_up(place, Platform(device="neuron"), None)
 
 
-def test_device_ids(monkeypatch):
+def test_torch_devices_keep_numbers(monkeypatch):
     """Torch devices keep their numbers in the ranks, since no variable selects them."""
     monkeypatch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)
 

@@ -63,7 +63,9 @@ def test_stats_name_the_cores(host):
 
 
 def test_nothing_is_left_on_the_cores(host):
-    """After a block that raised. `neuron.DataParallel` also has a test of the last reference."""
+    """A block that raised leaves nothing on the cores. `neuron.DataParallel` also has a test of the
+    last reference.
+    """
     _, model = compiled_linear()
     threads, x = set(threading.enumerate()), torch.randn(8, 3)
     with pytest.raises(KeyError), parallel(model, "neuron") as block:  # noqa: PT012

@@ -31,7 +31,8 @@ def inputs(rows):
 
 @pytest.mark.parametrize("through", [copy.deepcopy, saved_and_loaded], ids=["copied", "loaded"])
 def test_inputs_by_name(host, through):
-    """Alone, and for any number of rows over the cores, also by position.
+    """A compiled model takes its inputs by name, alone and for any number of rows over the cores,
+    and also by position.
 
     Copied and loaded models keep the names.
     """

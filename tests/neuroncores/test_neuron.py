@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_each_rank_has_its_own_core(monkeypatch):
-    """Its models see only that core, and torch has `n_cpus` threads.
+    """The models of a rank see only its own core, and torch has `n_cpus` threads.
 
     A platform refuses core numbers that are malformed.
     """
@@ -104,7 +104,9 @@ def assert_reported(output, rows):
     ],
 )
 def test_examples_of_the_vendor_run(run, name, cores, rows, parts):
-    """Unchanged and without warnings. What the page says is refused, is refused."""
+    """Examples of the vendor run unchanged and without warnings. What the page says is refused, is
+    refused.
+    """
     found = run(name, cores)
     assert_reported(found, rows)
     for part in parts:

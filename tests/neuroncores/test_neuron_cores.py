@@ -88,7 +88,7 @@ def test_malformed_variables(variable, value, said):
 
 @pytest.mark.parametrize("recorded", ["torch_neuronx"], indirect=True)
 def test_variables_precede_the_tool(recorded, tmp_path, monkeypatch):
-    """Also malformed ones.
+    """Variables, also malformed ones, precede the tool.
 
     The list precedes the number. Without a value, or with 0, the tool counts all cores.
 

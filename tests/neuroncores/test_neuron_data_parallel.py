@@ -135,8 +135,8 @@ def test_another_dim_needs_exact_rows(host):
 
 
 def test_outputs_without_rows(host):
-    """They turn dynamic batching off, with a warning. 0-d outputs are one vector, with one value
-    per chunk in row order.
+    """Outputs without rows turn dynamic batching off, with a warning. 0-d outputs are one vector,
+    with one value per chunk in row order.
     """
     compiled = neuron.trace(lambda x: (x * 2, x.mean()), torch.zeros(2, 3))
     with pytest.warns(

@@ -124,7 +124,9 @@ class Strict(type):
 
 
 def test_hooks_are_given_back(monkeypatch):
-    """They are, if the creation raises. Classes of other threads run them meanwhile."""
+    """Hooks are given back if the creation of a class raises. Classes of other threads run them
+    meanwhile.
+    """
 
     class Part(Base, name="strict", metaclass=Strict):
         pass

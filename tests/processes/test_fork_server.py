@@ -117,7 +117,9 @@ def test_killed_keepers_that_wait_for_a_launch():
 
 
 def test_a_frozen_application_is_refused(monkeypatch):
-    """Its executable is the application itself, which would start again without an end."""
+    """A frozen application is refused, since its executable is the application itself, which would
+    start again without an end.
+    """
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with pytest.raises(LaunchError, match="frozen application"):
         fork_server.ForkServer()

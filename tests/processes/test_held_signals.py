@@ -39,7 +39,7 @@ def handling(number, handler):
 
 
 def test_signals_are_held_back():
-    """They wake the caller, and their handlers run at the end: Ctrl-C too."""
+    """Signals that are held back wake the caller, and their handlers run at the end: Ctrl-C too."""
     woken = []
     before = signal.getsignal(signal.SIGINT)
     with handling(signal.SIGALRM, raise_alarm):
@@ -88,7 +88,7 @@ def test_ignored_signals_stay_ignored():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of os.fork in a process with threads
-def test_forked_child_has_the_handlers_of_the_script():
+def test_forked_child_has_script_handlers():
     """Another thread may fork while this one holds signals back."""
     codes = []
 
@@ -107,8 +107,8 @@ def test_forked_child_has_the_handlers_of_the_script():
     assert codes == [0]
 
 
-def test_latch():
-    """All that wait go on, and a limit holds."""
+def test_a_latch_wakes_all_threads():
+    """All threads that wait for a latch go on once it is open, and a time limit holds."""
     latch, done = Latch(), []
     assert not latch.wait(0.01)
     threads = [
@@ -185,7 +185,9 @@ def test_ranks_stay_after_any_interrupt(number, error, count):
 
 @pytest.mark.parametrize("count", [25, pytest.param(300, marks=pytest.mark.long)])
 def test_workers_answer_after_any_interrupt(count):
-    """Each answer belongs to its call. A worker may be replaced."""
+    """Workers answer after any interrupt, and each answer belongs to its call. A worker may be
+    replaced.
+    """
     with torch.no_grad(), processes(torch.nn.Identity()) as p:
 
         def check(call):

@@ -62,8 +62,8 @@ def test_closures_and_defaults(two):
 
 
 def test_code_that_changes(two):
-    """As a cell of a notebook that is run again: the new code runs, also under the same name, or in
-    the same function.
+    """Code may change, as in a cell of a notebook that is run again: the new code runs, also under
+    the same name, or in the same function.
     """
     space = {"__name__": "__main__"}
     for text in ("1", "2", "1", "1"):
@@ -109,7 +109,7 @@ def test_mutable_parts_are_sent_each_time(two):
 
 
 def test_other_callables(two):
-    """Partials, methods, wrapped functions, and classes."""
+    """Partials, methods, wrapped functions, and classes are kept as functions are."""
 
     class Model:
         def __init__(self, scale):
@@ -184,7 +184,9 @@ def test_function_that_a_call_keeps(two):
 
 
 def test_function_that_ranks_import(two):
-    """It is looked up in the rank at each call: a call may have replaced it."""
+    """A function that ranks import is looked up in the rank at each call: a call may have replaced
+    it.
+    """
 
     def replace():
         import math
@@ -226,7 +228,7 @@ def test_many_functions(two, monkeypatch):
 
 
 def test_dropped_function_is_freed():
-    """After others have taken its place."""
+    """A dropped function is freed after others have taken its place."""
     script = SentScript(imports=True)
     dropped = made(-1)
     alive = weakref.ref(dropped)

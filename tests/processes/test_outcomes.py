@@ -164,7 +164,7 @@ def raised_by_c(error):
     return error
 
 
-def test_an_error_with_the_words_of_a_lost_connection(monkeypatch):
+def test_errors_that_mention_connections(monkeypatch):
     """Code of the user raises it, in a rank with process groups: it is the failure itself."""
     monkeypatch.setattr(process_groups, "_has_joined", True)
 

@@ -60,7 +60,7 @@ def test_ports_open_only_on_request(fields, tmp_path):
 
 
 def test_a_port_in_use_is_named():
-    """It is free afterwards."""
+    """The error names a port in use, which is free afterwards."""
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
         launchable = wrapper(ranks(master_port=port, timeout_min=0.1))(all_sum)

@@ -67,6 +67,6 @@ def test_wait_for_busy_rank_is_allowed(monkeypatch):
 
 
 def test_checkpoint_is_no_wait():
-    """It may wait for a disk."""
+    """A rank that checkpoints may wait for a disk, which is no wait for other ranks."""
     assert _waits_in(dist.distributed_c10d.__file__)
     assert not _waits_in(dcp.__file__)

@@ -267,7 +267,9 @@ def test_forks_during_a_start():
 
 
 def test_limit_on_files_fails_a_call():
-    """Its error names the limit, the ranks stay, and later calls work."""
+    """A call that reaches the limit on open files fails: its error names the limit, the ranks stay,
+    and later calls work.
+    """
     large = torch.ones(MIB)
     with ranks(2, **ALONE).open() as open_ranks:
         pids = open_ranks(os.getpid)

@@ -121,7 +121,9 @@ def test_messages_keep_their_order(sockets):
 
 
 def test_block_for_several_receivers(pair):
-    """They map one file. The sender keeps it as long as a message is not sent."""
+    """Several receivers of a block map one file. The sender keeps it as long as a message is not
+    sent.
+    """
     pairs = [pair() for _ in range(3)]
     block = pack(torch.arange(2 * MIB))
     block.detach()
@@ -135,7 +137,7 @@ def test_block_for_several_receivers(pair):
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_closed_end(sockets, waits):
+def test_closed_end_takes_nothing(sockets, waits):
     sender, reader = Wire(sockets[0]), Wire(sockets[1], waits=waits)
     reader.close()
     sent = 0
@@ -185,7 +187,7 @@ def test_limit_on_files(text, pair):
 
 
 def test_limit_on_memory(monkeypatch, pair):
-    """Nothing is sent, and a smaller message is."""
+    """A message beyond the limit on memory is not sent, and a smaller one is."""
 
     def refuse(_file, _start, _size):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -201,7 +203,7 @@ def test_limit_on_memory(monkeypatch, pair):
 
 
 def test_dropped_letters_cost_nothing(pair):
-    """Their slabs are free again, and the numbers that they had go with the next message."""
+    """The slabs of dropped letters are free again, and their numbers go with the next message."""
     sender, reader = pair()
     item, block = packed(torch.randn(TENSORS["slab"]))
     for _ in range(5):
@@ -298,7 +300,7 @@ def test_fork_while_values_are_there(pair):
 # -- blocks
 
 
-def test_bytes_are_not_copied_before_they_are_sent():
+def test_bytes_are_sent_without_a_copy():
     """Large texts and bytes are parts of the block themselves."""
     data = bytes(8 * MIB)
     for block in (packed({"data": data, "number": 1})[1], pack([data, "text"])):

@@ -100,7 +100,7 @@ def test_unordered_uses_race(first, second, found, side, sim):
         (lambda sim, side: torch.ones(1).to(DEVICE, non_blocking=True), 1),
     ],
 )
-def test_orders(order, races, side, sim):
+def test_waits_order_uses_of_memory(order, races, side, sim):
     """A wait of the second stream or of the host for the first stream orders later uses, and
     nothing else does.
     """

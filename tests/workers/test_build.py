@@ -48,7 +48,9 @@ def test_replacement_builds_the_same():
 
 
 def test_worker_that_cannot_build():
-    """Its exception, or its death, is the error of the first call."""
+    """The exception or the death of a worker that cannot build its model is the error of the first
+    call.
+    """
     with (
         processes(build(os._exit, 7)) as p,
         pytest.raises(RankDiedError, match="exited with code 7"),

@@ -59,7 +59,7 @@ def test_containers_come_back(block, name):
 
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_an_argument_that_is_returned(kind, is_cut):
-    """It is the caller's own object, with what forward added."""
+    """An argument that forward returns is the caller's own object, with what forward added."""
 
     def forward(batch):
         batch["y"] = batch["x"] * 2
@@ -109,7 +109,7 @@ def test_object_of_a_local_class(kind, is_cut):
 
 
 def test_tensors_inside_arguments(block):
-    """They come back wherever they are."""
+    """Tensors inside arguments come back wherever they are."""
 
     def change(x, table, setting):
         x.add_(1)

@@ -55,7 +55,7 @@ def look(x):
 
 
 def test_tensors_arrive_and_return(block):
-    """Values, dtype, layout, strides, and bits."""
+    """Tensors arrive and return with their values, dtype, layout, strides, and bits."""
     for name, make in TENSORS.items():
         tensor = make()
         output, seen = block.submit(look, tensor).result()

@@ -221,8 +221,8 @@ def test_training_mode():
 
 
 def test_hooks_run_as_in_the_plain_call():
-    """Those of the model run in this process on the whole batch, those of a submodule next to its
-    forward.
+    """Hooks of the model run in this process on the whole batch, and hooks of a submodule next to
+    its forward.
     """
     model, x = Where(), torch.randn(8, 4)
     model.inner.register_forward_pre_hook(lambda module, args: (args[0] + 1,))

@@ -87,8 +87,8 @@ def test_queued_calls_run_or_cancel(tmp_path):
 
 
 def test_callbacks_hold_up_nobody():
-    """They run in a thread of the block: a caller may hold a lock that they need, and they may wait
-    for other futures.
+    """Callbacks run in a thread of the block: a caller may hold a lock that they need, and they may
+    wait for other futures.
     """
     x, lock, read = torch.ones(5, 2), threading.Lock(), []
     with processes(nn.Identity()) as p:
@@ -113,7 +113,7 @@ def test_callbacks_hold_up_nobody():
 
 @pytest.mark.parametrize("wait_for", ["result", "wait", "as_completed", "asyncio", "callback"])
 def test_ways_to_wait_for_futures(wait_for):
-    """Whoever waits, and in whichever order."""
+    """Futures give their results to any thread that waits, in any order."""
     batches = [torch.full((3, 2), float(number)) for number in range(30)]
     with processes(nn.Identity()) as p:
         for _ in range(2):
@@ -195,7 +195,9 @@ def test_kept_inputs_stay():
     ],
 )
 def test_stream_does_not_grow_memory(elements, batches):
-    """In this process and in the workers, however many batches a stream has."""
+    """A stream does not grow the memory of this process and of the workers, however many batches it
+    has.
+    """
     batch, used = torch.ones(elements), []
 
     def source():

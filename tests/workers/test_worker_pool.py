@@ -77,7 +77,9 @@ def test_answers_are_plain(block, rows):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of os.fork in a process with threads
 def test_forked_child_runs_plainly(block):
-    """Its end, and the end of its block, leave the lanes of the parent alone."""
+    """A forked child runs plainly. Its end, and the end of its block, leave the lanes of the parent
+    alone.
+    """
     x = torch.randn(9, 4)
     pid = block.submit(os.getpid).result()
     child = os.fork()
@@ -235,7 +237,9 @@ def test_exception_is_never_retried(block, tmp_path, error):
 
 
 def test_warning_appears_once(block):
-    """As in the plain call, under the filters of the caller, in whichever lanes the line runs."""
+    """A warning appears once, as in the plain call, under the filters of the caller, in whichever
+    lanes the line runs.
+    """
 
     def warn(x):
         warnings.warn("of the model", stacklevel=1)
@@ -256,7 +260,7 @@ def test_warning_appears_once(block):
 
 @pytest.mark.parametrize("chunksize", [1, 4])
 def test_value_that_cannot_travel(block, kind, chunksize):
-    """It fails its own batch, and the workers go on.
+    """A value that cannot travel fails its own batch, and the workers go on.
 
     The error of a pickle names its place. Threads take any value.
     """
@@ -290,7 +294,7 @@ def test_outputs_are_in_order(block, buffersize, chunksize):
 
 @pytest.mark.parametrize("chunksize", [1, 4])
 def test_prepare_runs_in_the_lane(block, kind, chunksize):
-    """It reads the values of the moment of the call."""
+    """`prepare` runs in the lane, and reads the values of the moment of the call."""
     table = {"offset": 1.0}
 
     def prepare(batch):

@@ -105,8 +105,8 @@ def new_batch(kind=dict):
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("change", DICTS)
-def test_dicts(change, grad):
-    """Cut calls. Entries that stay are the caller's own objects."""
+def test_dicts_that_forward_writes(change, grad):
+    """After a cut call, entries of a dict that stay are the caller's own objects."""
 
     def forward(batch):
         x = batch["x"]
@@ -128,8 +128,8 @@ def test_dicts(change, grad):
 
 
 def test_other_containers():
-    """Lists, a deque with a bound, a dataclass, a namespace, and an object of a
-    registered class.
+    """The caller sees what forward writes into lists, a deque with a bound, a dataclass, a
+    namespace, and an object of a registered class.
     """
 
     class Namespace(dict):
@@ -163,7 +163,7 @@ def test_other_containers():
 @pytest.mark.parametrize("kind", ["dict", "dataclass", "registered", "nested"])
 @pytest.mark.parametrize("way", ["call", "submit", "map", "DataParallel"])
 def test_a_returned_argument(kind, way):
-    """It is the caller's own object, with what forward changed."""
+    """An argument that forward returns is the caller's own object, with what forward changed."""
 
     class Adds(nn.Module):
         def forward(self, x, batch):

@@ -57,7 +57,9 @@ def test_many_threads_call_one_model():
 
 
 def test_a_stream_that_draws_beside_another():
-    """Its calls stay in order, in one lane, while calls of the other one keep all lanes at work."""
+    """A stream that draws random numbers keeps its calls in order, in one lane, while calls of
+    another stream keep all lanes at work.
+    """
     generator, go = torch.Generator().manual_seed(0), threading.Event()
 
     def draw(_):

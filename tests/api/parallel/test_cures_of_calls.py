@@ -439,7 +439,7 @@ def replace(model, value):
     ],
 )
 def test_a_model_that_changes_during_a_stream(change, says):
-    """It may change once the outputs are read."""
+    """A model may change once the outputs of a stream are read, and not before."""
     model = nn.Linear(1, 1, bias=False)
     with torch.no_grad(), parallel(model, TWO, out_dims=0) as p:
         outputs = p.map(X.split(1))

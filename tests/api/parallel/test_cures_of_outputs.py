@@ -230,7 +230,8 @@ def compare_all(x):
 
 @pytest.mark.parametrize("lanes", [2, 3])
 def test_outputs_that_compare_rows(lanes):
-    """The rows of the shard on two dims: no option is advised, not for a loss either.
+    """Outputs have the rows of the shard on two dims if they compare rows: no option is advised,
+    not for a loss either.
 
     The page shows what works.
     """
@@ -256,7 +257,9 @@ def test_outputs_next_to_comparisons():
 
 
 def test_entries_on_another_dim():
-    """Patches of all images next to each other on dim 1, as of Pixtral."""
+    """The error names code that joins patches of all images next to each other on dim 1, as of
+    Pixtral.
+    """
 
     def patches(x):
         return {"last_hidden_state": x.repeat_interleave(4, 0)[None], "pooled": x}
@@ -269,8 +272,8 @@ def test_entries_on_another_dim():
     assert_same(eval(code, {"torch": torch, "outputs": outputs}), patches(X)["last_hidden_state"])
 
 
-def test_caches():
-    """A cache that lanes cannot join: the call can do without."""
+def test_calls_can_do_without_caches():
+    """The error of a cache that lanes cannot join says that the call can do without it."""
     message = r"use_cache=False in the call"
     with says(message):
         call(lambda x: {"y": x, "past_key_values": "".join(["cache", str(len(x))])}, X)
@@ -371,7 +374,8 @@ def write_and_return(batch, layer=None):
 
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_entries_that_forward_returns(workers):
-    """They have the options of their places in the output, next to the other outputs.
+    """Entries of an argument that forward returns have the options of their places in the output,
+    next to the other outputs.
 
     What was there needs none.
     """
@@ -393,7 +397,9 @@ def test_entries_that_forward_returns(workers):
 
 
 def test_options_of_another_structure():
-    """They are named alone: what other options mean is not known."""
+    """Options that do not fit the structure of the output are named alone: what other options mean
+    is not known.
+    """
     with says(
         r"^output\[\"state\"\] cannot be joined: reduce declares the key 'x', and the output has "
         r"\['c', 'h'\]"

@@ -98,7 +98,7 @@ def test_parts_keep_their_memory_format():
         assert p(x)[1]
 
 
-def test_inference_tensors_are_arguments_of_later_calls():
+def test_inference_tensors_are_arguments():
     with torch.inference_mode():
         x = torch.ones(7, 3)
     with parallel(lambda x: x * 2, TWO) as p:
@@ -203,7 +203,7 @@ class Encoding(UserDict):
 
 @pytest.mark.parametrize("encodings", [None, [object() for _ in range(5)]], ids=["slow", "fast"])
 def test_a_batch_encoding_is_cut(encodings):
-    """Its class is kept, and the list with one item per row follows the rows."""
+    """A cut batch encoding keeps its class, and its list with one item per row follows the rows."""
     seen = []
 
     def target(batch, scale):
@@ -316,7 +316,8 @@ BUILT = {
 
 @pytest.mark.parametrize(("target", "declared"), BUILT.values(), ids=BUILT)
 def test_texts_that_are_equal_by_chance(target, declared):
-    """One positive row in each shard of 8 rows: "1 positive" twice is not "1 positive".
+    """Equal texts of all lanes are refused: one positive row in each shard makes "1 positive"
+    twice, which is not "1 positive".
 
     `out_dims` declares equality.
     """

@@ -215,7 +215,7 @@ class OnRows(nn.LSTM):
 
 
 def test_packed_sequences_are_refused():
-    """They run whole in `map`.
+    """Packed sequences are refused in cut calls, and run whole in `map`.
 
     The cures of the errors work: forward packs rows, and returns rows.
     """

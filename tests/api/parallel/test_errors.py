@@ -122,7 +122,7 @@ def test_errors_of_a_stream(name, options):
 
 
 def test_stop_iteration_ends_no_stream():
-    """It becomes a RuntimeError at its batch's position."""
+    """A StopIteration that forward raises becomes a RuntimeError at its batch's position."""
     outputs = []
     with (
         parallel(lambda x: next(iter(())) if x[0] == 3 else x, TWO) as p,

@@ -131,7 +131,7 @@ def test_replicas_are_made_once():
 
 
 def test_refresh_copies_again():
-    """It is for changes that cannot be seen."""
+    """`refresh` copies the model again after changes that cannot be seen."""
     model, x = nn.BatchNorm1d(4).eval(), torch.randn(7, 4)
     with parallel(model, THREE) as p:
         model(x)
@@ -249,7 +249,7 @@ def test_a_cut_call_warns_itself():
 
 @torch.no_grad()
 def test_variables_bound_again():
-    """A number and a module of a function's closure."""
+    """Calls follow a number and a module of a function's closure that are bound again."""
     layer, factor = nn.Linear(4, 4), 1.0
 
     def run(x):
@@ -302,7 +302,7 @@ def test_views_of_own_tensors(change):
 
 
 def test_changes_under_a_stream():
-    """It shows no attribute that is set before it ends."""
+    """A stream computes with the attributes of its start, also if one is set before it ends."""
     model, outputs = Stateful(lambda self, x: x + self.add, add=10.0), []
     with torch.no_grad(), parallel(model, TWO) as p:
         for output in p.map([torch.ones(2, 1)] * 40):

@@ -115,9 +115,8 @@ def stateful(run):
 @pytest.mark.parametrize("workers", ["thread", "process"])
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_kept_outputs_of_streams(name, workers):
-    """`map` and `submit`.
-
-    All outputs are kept until the last batch has run, and the block is closed.
+    """The outputs of `map` and `submit` stay as they are if the caller keeps all until the last
+    batch has run, and the block is closed.
     """
     plain = stateful(OUTPUTS[name]).eval()
     expected = [copy.deepcopy(values(plain(x))) for x in BATCHES]
@@ -167,7 +166,7 @@ def test_parts_of_the_model_are_its_own():
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["function", "partial", "method", "object"])
 def test_outputs_that_compute_later(kind):
-    """They call a layer of the lane after the block is closed."""
+    """Outputs that compute later call a layer of the lane after the block is closed."""
 
     class Later:
         def __init__(self, layer, x):
@@ -218,9 +217,8 @@ class ReturnsItself(Holder):
 
 @torch.no_grad()
 def test_objects_of_the_process_stay_whole():
-    """Types in the cache of typing, flyweights, and an object whose copy is itself.
-
-    Calls do not write them either.
+    """Types in the cache of typing, flyweights, and an object whose copy is itself stay as they
+    are: no block removes their attributes, and no call writes them.
     """
     itself = ReturnsItself({"rows": torch.ones(2)})
     optional = typing.Optional.__getitem__
@@ -242,7 +240,7 @@ def test_objects_of_the_process_stay_whole():
 
 
 def test_a_module_that_lanes_would_share():
-    """Its __deepcopy__ returns one module for all lanes."""
+    """A module whose `__deepcopy__` returns one module for all lanes is refused."""
 
     class Cached(nn.Linear):
         copies: typing.ClassVar[dict] = {}

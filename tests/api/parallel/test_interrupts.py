@@ -96,7 +96,7 @@ def test_interrupted_calls(kind):
 @put_back
 @torch.no_grad()
 def test_interrupted_blocks():
-    """While a block opens, runs its first call, and closes."""
+    """Ctrl-C may come while a block opens, runs its first call, and closes."""
     check_blocks(STEP)
 
 

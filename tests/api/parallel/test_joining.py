@@ -94,8 +94,8 @@ def test_outputs_without_rows(target):
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_hidden_states(kind, layers):
-    """Their rows are on dim 1: they are refused for every layer count without `out_dims`."""
+def test_hidden_states_are_on_dim_1(kind, layers):
+    """Hidden states, with rows on dim 1, are refused for every layer count without `out_dims`."""
     model, make = kind(3, 2, layers, batch_first=True), lambda rows: torch.randn(rows, 5, 3)
     with torch.no_grad():
         assert_refused(model, make)
@@ -107,7 +107,7 @@ def test_hidden_states(kind, layers):
         )
 
 
-def test_masked_arrays():
+def test_masked_arrays_are_joined():
     with parallel(lambda x: np.ma.masked_greater(x.numpy(), 3), TWO) as p:
         assert p(torch.arange(6.0)).tolist() == [0, 1, 2, 3, None, None]
 
@@ -124,7 +124,7 @@ def test_outputs_that_hold_a_layer():
                 use()
 
 
-def test_join_list():
+def test_join_list_has_lane_order():
     """Lists are in lane order, for batches of any size."""
     with parallel(lambda x: torch.zeros(len(x), len(x)), THREE, join="list") as p:
         for rows, sizes in ((7, [3, 2, 2]), (1, [1]), (0, [0])):

@@ -35,7 +35,9 @@ def look():
 
 
 def test_every_lane_has_the_callers_context():
-    """In calls, `submit`, and `map`. A mode ends in the lanes when it ends in the caller."""
+    """Modes of the caller hold in the lanes of calls, `submit`, and `map`. A mode ends in the lanes
+    when it ends in the caller.
+    """
     variable.set("set")
     seen, barrier, x = [], threading.Barrier(3), torch.ones(3, 2)
 
@@ -175,7 +177,7 @@ def test_checkpoints_recompute_dropout(where, reentrant):
 
 @pytest.mark.parametrize("source", ["argument", "attribute"])
 def test_lanes_that_share_a_generator(source):
-    """They draw in turns, in row order."""
+    """Lanes that share a generator draw in turns, in row order."""
 
     class Draws(nn.Module):
         def forward(self, x, given=None):
@@ -191,7 +193,7 @@ def test_lanes_that_share_a_generator(source):
 
 @pytest.mark.parametrize("make", [random.Random, np.random.default_rng, np.random.RandomState])
 def test_generators_of_python_and_numpy(make):
-    """Lanes share them too, in turns, as attributes and in `prepare`."""
+    """Lanes share generators of Python and NumPy too, in turns, as attributes and in `prepare`."""
     generator, x = make(3), torch.zeros(5)
     model = Calls(lambda x: x + torch.tensor([generator.random() for _ in x]))
     with torch.no_grad(), parallel(model, FOUR) as p:

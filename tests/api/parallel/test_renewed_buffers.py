@@ -85,7 +85,7 @@ def keep(kept, module):
 @put_back
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["hook of a layer", "global hook", "argument", "prepare"])
-def test_kept_buffers(kind):
+def test_kept_buffers_stay_the_same(kind):
     """Code of the user's that runs in a lane may keep a buffer. No later call writes it."""
     model, kept = norms(), []
 
@@ -183,7 +183,9 @@ def test_statistics_between_calls():
 
 @torch.no_grad()
 def test_batch_norms_without_statistics():
-    """They normalize the rows of their lane in both modes, and have nothing to renew."""
+    """Batch norms without statistics normalize the rows of their lane in both modes, and have
+    nothing to renew.
+    """
     model = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 3))
     with parallel(model, TWO, out_dims=0) as p:
         for x in BATCHES:

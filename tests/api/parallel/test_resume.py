@@ -148,7 +148,9 @@ def test_another_target_is_refused(tmp_path):
 
 
 def test_a_key_is_compared(tmp_path):
-    """It replaces the batch, and gets it as the source gave it."""
+    """A key replaces the batch in the comparison, and its function gets the batch as the source
+    gave it.
+    """
     options = {"key": lambda batch: batch[0], "chunksize": 2, "prepare": lambda batch: batch}
     with torch.no_grad(), parallel(lambda name, x: x, TWO) as p:
         for shift in range(2):
@@ -273,7 +275,9 @@ OTHER_MODELS = {
 
 @pytest.mark.parametrize("other", OTHER_MODELS)
 def test_outputs_of_another_model_are_refused(tmp_path, other):
-    """Both cures work as written. The other folder and the first one are usable afterwards."""
+    """Both cures that the error names work as written. The other folder and the first one are
+    usable afterwards.
+    """
     model, changed = Scaled().eval(), Scaled().eval()
     OTHER_MODELS[other](changed)
     assert run(tmp_path, batches(2), model) == [0, 2]
@@ -385,7 +389,7 @@ def test_quantized_weights_are_compared(tmp_path):
 
 
 def test_options_that_change_a_whole_output(tmp_path):
-    """Others do not count."""
+    """Only options that change a whole output are compared."""
 
     def stream(**options):
         with torch.no_grad(), parallel(lambda x: x.sum(), TWO, **options) as p:
@@ -426,7 +430,7 @@ def test_the_folder_is_private(tmp_path):
 
 
 def test_files_of_another_user_are_refused(tmp_path, monkeypatch):
-    """Before they are loaded, which can run their code."""
+    """Files of another user are refused before they are loaded, which can run their code."""
     run(tmp_path, batches(2))
     files, me = os.fstat, os.getuid()
     monkeypatch.setattr("parawrap.engine.resume.os.getuid", lambda: me + 1)

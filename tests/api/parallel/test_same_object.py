@@ -99,7 +99,7 @@ def test_the_model_inside_the_block():
 
 
 def test_a_forward_on_the_instance():
-    """One that is set before the block is parallel and restored.
+    """A forward that is set on the instance before the block is parallel and restored.
 
     One that is set inside, or between two blocks, stays.
     """
@@ -153,7 +153,7 @@ def test_methods_are_parallel_by_name():
 
 
 def test_root_hooks_see_the_whole_batch():
-    """They run in the caller's thread, and their return values are used.
+    """Hooks of the root run in the caller's thread, and their return values are used.
 
     Hooks of submodules run in the lanes.
     """
@@ -183,7 +183,9 @@ def test_root_hooks_see_the_whole_batch():
     ids=["deepcopy", "pickle"],
 )
 def test_copies_are_plain_models(duplicate):
-    """They have their own parameters, no parallel `forward`, and can have their own block."""
+    """Copies of a parallel model have their own parameters, no parallel `forward`, and can have
+    their own block.
+    """
     model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(7, 4)
     plain, keys = model(x), set(vars(duplicate(model)))
     with parallel(model, THREE) as p:
@@ -200,7 +202,9 @@ def test_copies_are_plain_models(duplicate):
 
 
 def test_a_decorated_function():
-    """Each call of the function is a block, which ends with the outermost call or its exception."""
+    """Each call of a decorated function is a block, which ends with the outermost call or its
+    exception.
+    """
     model = Net()
 
     @parallel(model, TWO)
@@ -221,8 +225,8 @@ def test_a_decorated_function():
 @torch.no_grad()
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_a_closed_block(workers):
-    """It is refused, and can be entered again. close() may be called at any time and more than
-    once.
+    """A closed block refuses calls, and can be entered again. close() may be called at any time and
+    more than once.
     """
     model, x = nn.Linear(4, 3), torch.ones(5, 4)
     p = parallel(model, TWO, workers=workers)
@@ -275,7 +279,8 @@ def test_compiled_models_are_parallel(form):
 
 
 def test_a_compiled_function_around():
-    """It has the plain output before, inside, and after the block.
+    """A compiled function around the model has the plain output before, inside, and after the
+    block.
 
     Inside, the call is part of the graph.
     """

@@ -134,7 +134,9 @@ def test_another_class_in_the_block():
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:the model wrote", "ignore:lanes that share a random generator")
 def test_a_global_object_that_layers_write():
-    """Each lane has its own, and the global one stays as it was."""
+    """Each lane has its own copy of a global object that layers write, and the object itself stays
+    as it was.
+    """
     net = nn.Sequential(Masked(), Masked()).eval()
     expected = net(X)
     del COMMON.mask
@@ -167,7 +169,9 @@ def test_attributes_with_names_of_hooks():
 
 
 def test_a_file_with_the_name_of_a_library(tmp_path, monkeypatch):
-    """It is read as code of the user's: a write through .data puts its lanes into turns."""
+    """A file of the user with the name of a library is read as code of the user's: a write through
+    .data puts its lanes into turns.
+    """
     (tmp_path / "statistics_of_rows.py").write_text("")
     source = """
 import torch
@@ -314,7 +318,7 @@ VARIABLE = contextvars.ContextVar("VARIABLE", default="outside")
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_context_variables_stay_in_the_call(grad):
-    """Those that forward sets, also in the part that the caller runs.
+    """Context variables that forward sets stay in the call, also in the part that the caller runs.
 
     A plain call is the plain call.
     """

@@ -58,7 +58,9 @@ def test_eval_refuses_row_caches(write):
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_training_keeps_lane_0(grad):
-    """Into buffers, in place, without a warning. The next call starts from them in every lane."""
+    """In training mode, the writes of lane 0 into buffers reach the model, in place and without a
+    warning. The next call starts from them in every lane.
+    """
 
     def run(self, x):
         y = self.norm(x) * self.weight + self.mean
@@ -79,7 +81,8 @@ def test_training_keeps_lane_0(grad):
 
 
 def test_training_puts_back_others():
-    """Buffers that forward assigns, and attributes, though all lanes wrote the same.
+    """In training mode, buffers that forward assigns, and attributes, are put back, though all
+    lanes wrote the same.
 
     A loss is as any other tensor.
     """
@@ -454,7 +457,9 @@ class Overwriting(nn.Linear):
 
 @pytest.mark.parametrize(("training", "seen"), [(True, [1, 2, 3]), (False, [1, 1, 1])])
 def test_buffers_written_through_data(training, seen):
-    """They follow the rules of other writes, although torch counts no version."""
+    """Writes through .data of buffers follow the rules of other writes, although torch counts no
+    version.
+    """
 
     def count(model, x):
         model.calls.data += 1
@@ -485,7 +490,9 @@ def test_data_swapped_in_forward(cls):
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
 def test_embeddings_with_max_norm(cls, grad):
-    """Their forward shrinks rows of the shared weight, as a plain call does."""
+    """The forward of an embedding with max_norm shrinks rows of the shared weight, as a plain call
+    does.
+    """
     model, ids = cls(50, 64, max_norm=1.0), torch.randint(0, 50, (64, 3))
     plain = copy.deepcopy(model)
     with torch.set_grad_enabled(grad), parallel(model, TWO, out_dims=0) as p:

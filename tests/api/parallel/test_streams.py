@@ -66,9 +66,8 @@ def test_a_stream_ends_with_its_block(workers):
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("buffersize", [None, 1])
 def test_batches_in_flight(buffersize, ordered):
-    """At most `buffersize`, by default four per lane.
-
-    None is taken before the first `next`. Outputs are in order.
+    """At most `buffersize` batches are in flight, by default four per lane. None is taken before
+    the first `next`. Outputs are in order.
     """
     taken, most, outputs = 0, 0, []
 
@@ -88,8 +87,8 @@ def test_batches_in_flight(buffersize, ordered):
 
 
 def test_batches_run_whole_in_all_lanes():
-    """Both lanes run at the same time, hooks of the model see whole batches, and gradients are the
-    plain ones.
+    """Both lanes of a stream run at the same time, hooks of the model see whole batches, and
+    gradients are the plain ones.
     """
     barrier, rows = threading.Barrier(2), []
     model = nn.Linear(1, 1)
@@ -197,7 +196,9 @@ class Coder(nn.Module):
 
 
 def test_each_method_has_its_streams():
-    """`p.method(name)` chooses. `forward` is the call of the module, with its hooks."""
+    """`p.method(name)` chooses the method that a stream runs. `forward` is the call of the module,
+    with its hooks.
+    """
     model = Coder()
     model.register_forward_hook(lambda module, args, output: output * 2)
     with parallel(model, TWO, methods=("forward", "encode")) as p:
@@ -215,7 +216,7 @@ def test_each_method_has_its_streams():
         ) == [10, 11, 10]
 
 
-def test_progress(capfd):
+def test_progress_draws_a_bar(capfd):
     """A bar is drawn on stderr. Without `progress`, map prints nothing."""
     pytest.importorskip("tqdm")
     with parallel(lambda x: x, TWO) as p:
@@ -228,7 +229,7 @@ def test_progress(capfd):
 
 
 def test_submitted_calls_use_idle_lanes():
-    """They are not cut.
+    """Submitted calls are not cut.
 
     While one lane is blocked, the others run all later calls. close() waits.
     """

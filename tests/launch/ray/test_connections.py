@@ -35,7 +35,9 @@ def fail_to_start(starting):
 
 
 def test_silent_connections_end_with_the_time_limit():
-    """Those of a port scanner, for example. The limit holds for all ranks together."""
+    """Connections that send nothing, as of a port scanner, end with the time limit. The limit holds
+    for all ranks together.
+    """
     text, seconds = fail_to_start(starter(timeout_min=1 / 60))
     assert text.startswith("rank 0 on node 0, a-host did not connect to this process in time")
     assert 1 <= seconds < 10

@@ -163,8 +163,8 @@ def kept_with_rank(scale):
 
 
 def test_ranks_stay_on_two_nodes(ray):
-    """They keep a tensor of 64 MiB, answer after a failure, and end with a death, which later calls
-    name.
+    """Ranks that stay on two nodes keep a tensor of 64 MiB, answer after a failure, and end with a
+    death, which later calls name.
     """
     ranks = Platform(device="ray", n_nodes=2, verbose=False).open()
     tensor = torch.arange(8 * MIB)
@@ -188,7 +188,7 @@ def test_ranks_stay_on_two_nodes(ray):
 
 
 def test_a_lost_node(ray, ray_cluster, tmp_path):
-    """Its launch restarts on the nodes that are left and one that joins later.
+    """The launch of a lost node restarts on the nodes that are left and one that joins later.
 
     After the last restart, it raises.
     """
@@ -211,7 +211,7 @@ def test_a_lost_node(ray, ray_cluster, tmp_path):
 
 
 def test_a_killed_actor_is_a_lost_node(ray, tmp_path, caplog):
-    """Its server ends the ranks and what they left.
+    """The server of a killed actor ends its ranks and what they left.
 
     New actors start the next attempt; the log has Ray's reason.
     """

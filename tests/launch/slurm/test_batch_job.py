@@ -48,7 +48,9 @@ def platform(**fields):
 
 
 def test_the_script_has_the_resources():
-    """It has one task per rank. Options and parameters of the user override, and need no Slurm."""
+    """The script has one task per rank. Options and parameters of the user override, and need no
+    Slurm.
+    """
     text = batch_job.job_script(platform(n_gpus=2, ram=1.5))
     for line in (
         "--nodes=2",
@@ -98,7 +100,7 @@ def test_a_value_stays_in_its_line(field, value):
 
 
 def test_the_preview_is_the_script(command, tmp_path, monkeypatch):
-    """It quotes the folder."""
+    """The preview is the script, and quotes the folder."""
     monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path / "my launches; true"))
     (folder,) = Folder.new("job", 1)
     _replace_slurm(command, f'cp "$1" {tmp_path}/submitted; echo Submitted batch job 7')
@@ -115,7 +117,9 @@ def _replace_slurm(command, sbatch):
 
 
 def test_sbatch_sees_no_surrounding_job(folder, command, tmp_path, monkeypatch):
-    """It would read the variables of the job as options. This process keeps them."""
+    """No variable of a surrounding job reaches sbatch, which would read it as an option. This
+    process keeps the variables.
+    """
     _replace_slurm(command, f"env > {tmp_path}/seen; echo Submitted batch job 7")
     for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SLURM_CONF"):
         monkeypatch.setenv(name, "here")

@@ -168,7 +168,9 @@ def test_a_restart_alone_is_no_lost_node(words, down, kind, text, ends_as):
 
 
 def test_stacks_of_ranks_that_do_not_answer(monkeypatch):
-    """Their texts say so. A request leaves no file, and ranks that have ended have no stacks."""
+    """The stacks of ranks that do not answer say so. A request leaves no file, and ranks that
+    have ended have no stacks.
+    """
     monkeypatch.setattr(batch_run, "_STACKS_S", 0.5)
     (folder,) = Folder.new("job", 1)
     run = batch_run.BatchRun(Job(Platform(device="slurm", n_nodes=3), len, ("",)), folder)

@@ -288,8 +288,8 @@ def test_an_array_runs_in_one_job(started):
 
 
 def test_elements_of_an_array_are_apart(started):
-    """At most as many elements run as allowed. Cancel, preempt, and scancel work on one; `preempt`
-    of a pending one does nothing.
+    """At most as many elements of an array run at the same time as allowed. Cancel, preempt, and
+    scancel work on one; `preempt` of a pending one does nothing.
     """
     launches, folder, job = (
         started.launches["array"],
@@ -426,7 +426,7 @@ def test_cancel_ends_waits_in_c_code(started):
 
 
 def test_a_job_outlives_its_submitter(started, launch_folder):
-    """It runs to its end. Its folder stays."""
+    """A job runs to its end after its submitter has ended, and its folder stays."""
     assert started.submitter.wait() == -signal.SIGKILL
     folder = started.folder("left alone")
     (folder / "end").touch()
