@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+SCRIPTS = Path(__file__).parent
+
 
 def read_script(name):
     """Return the text of a program. Tests copy it into their folder, where the program runs."""
-    return Path(__file__).with_name(f"{name}.py").read_text()
+    return (SCRIPTS / f"{name}.py").read_text()
