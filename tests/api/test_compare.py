@@ -252,7 +252,7 @@ def test_small_differences_are_rounding():
     assert not difference([one], [one]).exceeds_rounding
 
 
-def test_gradients_are_seen_next_to_the_largest_gradient():
+def test_gradients_are_seen_next_to_larger():
     """A gradient that is zero but for rounding, as of the bias of attention keys, is no change."""
 
     class Attention(nn.Module):

@@ -333,7 +333,7 @@ class Twice(nn.Module):
         return self.last(self.layer(self.layer(x)))
 
 
-def test_cures_of_tools():
+def test_cures_of_check_and_compare():
     short = {"rounds": 2, "calls": 1, "show": False}
     for wrong in (X[:4], X[:3].tolist() * 2):
         with says("the batch was not cut.*Give a batch of 5 rows or more, as tensors"):
@@ -446,7 +446,7 @@ def test_cures_of_entries_of_rows():
     assert_same(torch.cat(parts), plain)
 
 
-def test_cures_of_steps():
+def test_cures_of_steps_of_calls():
     for use in (lambda: scatter(X, []), lambda: scatter_kwargs((X,), None, ())):
         with says("the list of devices is empty. Name at least one device"):
             use()
@@ -520,7 +520,7 @@ def test_cures_of_collate_functions():
     assert_same(tp_collate(2)(pairs)(samples[:3])[0], X[:3].split([2, 1]))
 
 
-def test_cures_of_parts():
+def test_cures_of_parts_per_device():
     with says(r"args\[0\] is a Tensor\. Give a tuple or list with one part per device"):
         tuple_parallel(X)
     with says(r"args\[1\] is a PackedSequence\. Give a tuple or list with one part per device"):
@@ -608,7 +608,7 @@ def test_cures_of_transpose():
     assert transpose([{"x": 1}, {"x": 2}]) == {"x": (1, 2)}
 
 
-def test_cures_of_cat():
+def test_cures_of_joining_with_cat():
     with says(r"cannot join output\['x'\]: it is of type Tensor. Give the tuple of its parts"):
         cat({"x": X})
     assert_same(cat({"x": PARTS}), {"x": X})

@@ -109,7 +109,7 @@ def test_hooks_run_as_in_torch():
 
 
 def test_errors_name_lane_and_rows():
-    """A list goes whole to every lane, as in torch."""
+    """The error of a lane has a note with its device and rows. A list goes whole to every lane."""
     net = DataParallel(Calls(lambda x, lengths, scale: x[lengths[len(x)]]), TWO)
     with pytest.raises(IndexError) as caught:
         net(torch.zeros(4, 2), [9, 9, 9, 9, 9], scale=2)

@@ -98,7 +98,7 @@ class ListOfGraphs(DataParallel):
 
 
 @pytest.mark.parametrize("devices", [None, TWO, THREE], ids=str)
-def test_list_of_graphs(devices):
+def test_lists_of_graphs_are_cut(devices):
     """Nodes keep their order, also with fewer graphs than devices."""
     net = ListOfGraphs(Calls(lambda nodes: nodes * 2), devices)
     for count in (5, 2, 1):

@@ -65,7 +65,7 @@ def test_recursive_to_calls_their_to():
     assert only_to.mock_calls == [call.to("cpu", non_blocking=True)]
 
 
-def test_recursive_cuda(monkeypatch):
+def test_recursive_cuda_moves_values(monkeypatch):
     """A value is moved by `cuda`, else by `to`, else stays. The default is the current device."""
     values = [movable("cuda", "to"), movable("to"), 3]
     assert recursive_cuda(values, 1, non_blocking=True) == values

@@ -94,7 +94,7 @@ def test_others_are_what_is_left(busy, own, said):
     assert describe(busy, own) == said
 
 
-def test_short_measurements_need_a_clear_sign():
+def test_short_measurements_need_clear_signs():
     """Counters are rounded to ticks, so a tick per counter is not taken for another program."""
     tick = 1 / SECOND
     assert describe(3 * tick, {1: 3}, seconds=8 * tick) == ""

@@ -136,14 +136,14 @@ def test_output_has_its_launchs_number(capfd):
     ]
 
 
-def test_interrupted_sweeps_say_where_ranks_are(tmp_path):
+def test_interrupted_sweeps_show_ranks(tmp_path):
     """After Ctrl-C, the log has the place of each rank that runs."""
     output = run_script(tmp_path, read_script("interrupted_sweep"))
     assert output.count("wait was interrupted: rank 0 at ") == 2
     assert "interrupted\n" in output
 
 
-def test_yielded_results_belong_to_the_caller():
+def test_yielded_results_are_the_callers():
     """A sweep keeps no result that the loop has taken."""
     sweep = train()(lambda number: torch.full((2,), number)).map(range(3), max_parallel=2)
     first = weakref.ref(next(sweep)[0])

@@ -203,7 +203,7 @@ def test_nested_containers_of_parts():
     assert "seen" not in batch
 
 
-def test_other_outputs():
+def test_other_outputs_are_one_output():
     """A PackedSequence, or a list with one item per row, is one output."""
     parts = ["a", "b"], ["c"]
     assert TupleParallel(nn.Identity(), TWO)(parts) == parts

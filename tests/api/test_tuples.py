@@ -19,7 +19,7 @@ ZERO, ONE = torch.zeros(1), torch.ones(1)
 # --- cat ---
 
 
-def test_cat_of_tensors():
+def test_cat_joins_tensors_on_a_dim():
     """`dim` may be negative. 0-d losses become a vector, and gradients flow to every part."""
     assert torch.equal(cat((torch.arange(3), torch.arange(3, 5))), torch.arange(5))
     parts = (torch.zeros(2, 3), torch.ones(2, 1))

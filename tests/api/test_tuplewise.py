@@ -33,7 +33,7 @@ def test_is_a_sequence_of_its_items():
     assert not Tuplewise([])
 
 
-def test_can_be_copied():
+def test_copies_need_no_items_at_first():
     """`__getattr__` does not recurse on an instance that has no items yet."""
     parts = Tuplewise([[1], [2]])
     assert copy.deepcopy(parts) == pickle.loads(pickle.dumps(parts)) == [[1], [2]]

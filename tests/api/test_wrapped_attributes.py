@@ -69,7 +69,7 @@ def test_every_kind_is_found(wrap):
 
 
 @WRAPPERS
-def test_missing_names(wrap):
+def test_missing_names_raise_an_error(wrap):
     """The error names the module's class."""
     net = wrap(Model())
     with pytest.raises(AttributeError, match="'Model' object has no attribute 'nothing'"):

@@ -37,7 +37,7 @@ def test_cores_without_an_affinity_mask(cores, monkeypatch):
         ({}, 4),
     ],
 )
-def test_usable_cores(cores, tmp_path, files, usable):
+def test_usable_cores_have_two_limits(cores, tmp_path, files, usable):
     """The number of usable cores is the minimum of affinity mask and cgroup's quota, and at least
     one.
 

@@ -19,7 +19,7 @@ ROW = Row(
 )
 
 
-def test_without_a_gpu(monkeypatch, capsys):
+def test_cuda_suite_needs_a_gpu(monkeypatch, capsys):
     started = []
     monkeypatch.setattr(
         command, "_in_a_process", lambda suite, names, fixed: started.append(suite) or 0

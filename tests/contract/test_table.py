@@ -12,7 +12,7 @@ def test_page_is_written_as_it_is_read():
     assert page_of(cells) == PAGE.read_text()
 
 
-def test_launchers_with_the_same_behavior_share_a_row():
+def test_launchers_with_one_behavior_share():
     """A launcher without a cell is left out, and so is a situation without launchers."""
     cells = {("killed", "local"): "`A`: b \\| c", ("killed", "ray"): "`A`: b \\| c"}
     cells["killed", "slurm"] = "no error"

@@ -117,7 +117,7 @@ def test_odd_models_equal_a_plain_copy(spec):
 
 @pytest.mark.parametrize("devices", [["sim:0", "sim:0"], ["sim:0", "sim:1", "sim:0"]], ids=str)
 @torch.no_grad()
-def test_batch_norm_statistics_without_gradients(devices):
+def test_batch_norms_without_gradients(devices):
     """Lanes of one device run on streams of their own, and renew their statistics for each call."""
     plain = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 5), nn.BatchNorm1d(5)).double()
     model = copy.deepcopy(plain).to("sim:0")

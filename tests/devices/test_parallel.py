@@ -76,7 +76,7 @@ def test_inputs_may_lie_anywhere(home, y_place, is_whole):
 
 
 @pytest.mark.parametrize("output_device", ["sim:0", "sim:2", "cpu", 3], ids=str)
-def test_output_device(output_device):
+def test_output_device_is_followed(output_device):
     model = mlp().to("sim:0")
     plain = copy.deepcopy(model)
     x = rows()
@@ -222,7 +222,7 @@ def test_modes_follow_into_the_lanes(mode):
 
 
 @HOMES
-def test_map_in_order(home):
+def test_map_keeps_the_batch_order(home):
     model = mlp().to(home)
     plain = copy.deepcopy(model)
     batches = [rows(1 + index % 4) for index in range(11)]

@@ -140,7 +140,7 @@ def test_clicks_select_and_zoom(window, path):
     assert opened.text("details") == "idle\nlane 1 on cpu\n55 ms, from 15 ms to 70 ms"
 
 
-def test_names_are_text(window, tmp_path):
+def test_names_are_shown_as_text(window, tmp_path):
     """A long title, label, or name that looks like HTML runs no script, is shown as it is, and does
     not widen the page.
     """

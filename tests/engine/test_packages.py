@@ -205,7 +205,7 @@ def clip():
 
 @torch.no_grad()
 @pytest.mark.parametrize("with_loss", [False, True])
-def test_a_model_that_compares_texts_with_images(with_loss):
+def test_models_comparing_texts_with_images(with_loss):
     """No option joins its outputs or its loss.
 
     Its encoders run in lanes, and their outputs are compared after it.
@@ -303,7 +303,7 @@ def test_unknown_caches_are_refused():
             rule_for(type(cache)).rows(cache)
 
 
-def test_moved_values():
+def test_moved_values_name_their_device():
     """A static layer stores the device of the tensors that it creates.
 
     A TensorDict may have no device.
@@ -550,7 +550,7 @@ def test_tensordicts_take_changes():
         assert (found.is_locked, inner.is_locked) == (is_locked, is_locked)
 
 
-def test_lazy_stacks_and_tensorclasses_take_changes():
+def test_lazy_tensordicts_take_changes():
     import tensordict as td
 
     rows = [td.TensorDict({"w": torch.full((i + 1,), float(i))}) for i in range(4)]
@@ -577,7 +577,7 @@ def test_lazy_stacks_and_tensorclasses_take_changes():
     assert (sample.y.tolist(), sample.name) == ([1] * 4, "b")
 
 
-def test_tensordicts_that_cannot_take_changes():
+def test_tensordicts_that_refuse_changes():
     import tensordict as td
 
     whole = td.TensorDict({"a": torch.zeros(4)}, batch_size=[4])

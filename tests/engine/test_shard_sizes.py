@@ -23,7 +23,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_sizes_add_up(rule):
+def test_sizes_add_up_to_the_rows(rule):
     """None is zero unless `rows` is, and there are at most as many as lanes.
 
     The larger sizes are first.

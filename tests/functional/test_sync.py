@@ -186,7 +186,7 @@ def test_every_kind_of_tensor(ranks):
         assert all(found[1]), found[1]
 
 
-def test_large_models_take_several_collectives(ranks):
+def test_large_models_take_many_collectives(ranks):
     """A tensor may be larger than one collective."""
 
     def run():
@@ -199,7 +199,7 @@ def test_large_models_take_several_collectives(ranks):
     assert ranks(run) == ([(10.0 + number,) * 2 for number in range(5)],) * 2
 
 
-def test_wrapped_models(ranks):
+def test_wrappers_may_differ_by_rank(ranks):
     """The wrappers of DistributedDataParallel and torch.compile may differ between ranks."""
 
     def run():
@@ -418,7 +418,7 @@ def test_without_other_ranks():
     assert (*on(1, keep), *inline, keep()) == (True,) * 3
 
 
-def test_three_ranks(ranks):
+def test_three_ranks_get_the_values(ranks):
     """All ranks get the values, also those of groups of their own."""
 
     def run():
@@ -468,7 +468,7 @@ def test_other_objects_are_refused(stateful, says):
         functional.sync(torch.nn.Linear(1, 1), stateful=stateful)
 
 
-def test_ranks_with_other_objects_are_refused():
+def test_ranks_of_other_objects_are_refused():
     """The error names the first difference, in all ranks."""
 
     @wrapper(ranks(2))

@@ -51,7 +51,7 @@ def store():
 
 
 @pytest.mark.parametrize("is_requested_before", [False, True])
-def test_every_rank_answers_a_request_for_stacks(is_requested_before, store, monkeypatch):
+def test_every_rank_answers_with_its_stack(is_requested_before, store, monkeypatch):
     """A rank answers after its function has returned, and after the ranks have agreed on a step:
     others may wait for it.
     """

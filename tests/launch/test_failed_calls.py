@@ -335,7 +335,7 @@ def test_preemption_of_ranks_that_stay(world):
         world(lambda: current_rank().requeue())
 
 
-def test_a_death_shows_the_output_of_its_call():
+def test_deaths_show_the_output_of_the_call():
     """Output of earlier calls, such as the traceback of an error, is no clue to a death."""
 
     def fail():

@@ -38,7 +38,7 @@ def spin_beside_a_collective(prints):
     return "done"
 
 
-def test_a_rank_that_computes_while_others_wait():
+def test_computing_beside_waits_is_a_hang():
     """The error names the line of each rank, and has their stacks."""
     error = failure_of(spin_beside_a_collective, False, platform=ranks(hang_timeout_s=LIMIT_S))
     assert type(error) is LaunchTimeoutError
@@ -55,7 +55,7 @@ def test_a_rank_that_prints_makes_progress():
     assert function(True) == ("done", "done")
 
 
-def test_ranks_that_compute_alone_make_progress():
+def test_computing_alone_is_progress():
     function = wrapper(ranks(hang_timeout_s=1.0, ipc_groups=None))(
         lambda: spin(time.monotonic() + 3)
     )
@@ -139,7 +139,7 @@ def raise_in(place):
 
 
 @pytest.mark.parametrize("place", ["function", "thread"])
-def test_an_error_of_the_user_is_raised_as_it_is(place):
+def test_errors_of_users_stay_unchanged(place):
     """An error of the user is raised as it is, also if its text mentions a connection, and other
     ranks have returned.
     """

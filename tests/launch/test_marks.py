@@ -56,7 +56,7 @@ def test_a_program_of_a_rank_may_launch(copies):
     assert wrapper(ranks())(start)() == ("[0, 1]",) * 2
 
 
-def test_programs_do_not_see_variables_of_a_rank():
+def test_programs_see_no_variables_of_ranks():
     """Libraries in the rank see what torchrun sets. Programs see what the script set."""
 
     def start():
@@ -146,7 +146,7 @@ def test_a_script_without_a_guard(tmp_path):
     assert done.stdout.splitlines()[-1] == "[1]"
 
 
-def test_workers_of_a_package_that_runs_with_m(tmp_path):
+def test_workers_of_packages_run_with_m(tmp_path):
     """Processes of a package that runs with ``-m`` import the main module by its name, which
     relative imports need.
     """

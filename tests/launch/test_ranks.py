@@ -413,7 +413,7 @@ class Unsendable:
 
 
 @pytest.mark.parametrize("line", CELLS.values(), ids=CELLS)
-def test_a_cell_that_runs_again_after_an_error(line):
+def test_cells_run_again_after_an_error(line):
     """An interactive interpreter keeps the last traceback, and not the ranks of the cell."""
     namespace = {**globals(), "pids": []}
     cell = f"opened = ranks(1).open()\npids.append(opened(os.getpid)[0])\n{line}"

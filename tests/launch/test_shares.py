@@ -91,7 +91,7 @@ def test_launches_have_devices_of_their_own(fields, first, tmp_path):
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_device_ids_name_the_devices_of_a_launch():
+def test_device_ids_name_devices_of_launches():
     """`device_ids` names devices by local rank, also for ranks that stay. By default, a launch has
     all that it names.
     """
@@ -336,7 +336,7 @@ def test_dry_run_names_neuron_cores():
     assert text.splitlines()[-1] == last
 
 
-def test_platforms_keep_device_ids_as_a_tuple(monkeypatch):
+def test_platforms_keep_device_ids_as_tuple(monkeypatch):
     """Platforms with equal devices are equal, and `replace` returns one with other devices."""
     monkeypatch.setattr(_devices, "visible", lambda _: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

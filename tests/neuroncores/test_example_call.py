@@ -30,7 +30,7 @@ def inputs(rows):
 
 
 @pytest.mark.parametrize("through", [copy.deepcopy, saved_and_loaded], ids=["copied", "loaded"])
-def test_inputs_by_name(host, through):
+def test_inputs_are_given_by_name(host, through):
     """A compiled model takes its inputs by name, alone and for any number of rows over the cores,
     and also by position.
 

@@ -104,7 +104,7 @@ def test_a_killed_parent_ends_its_rank(tmp_path):
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
 
 
-def test_killed_keepers_that_wait_for_a_launch():
+def test_killed_keepers_are_replaced():
     """The next launch takes others. No rank is lost with them."""
     launch = wrapper(ranks())
     for _ in range(3):

@@ -54,7 +54,7 @@ def test_signals_are_held_back():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_handlers_are_restored_whatever_raises():
+def test_handlers_are_restored_after_errors():
     """A handler that raises at the moment of its return leaves no other one behind."""
     real, numbers = signal.signal, []
 

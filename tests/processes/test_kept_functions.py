@@ -142,7 +142,7 @@ def test_other_callables(two):
     assert two(types.SimpleNamespace, a=1) == (types.SimpleNamespace(a=1),) * 2
 
 
-def test_arguments_use_the_globals_of_the_ranks(two):
+def test_arguments_use_globals_of_the_ranks(two):
     """A function that is an argument, or an object of the script, finds what earlier calls
     assigned, also if the called function stays in the ranks.
     """
@@ -218,7 +218,7 @@ def test_versions_of_a_function_are_freed():
     assert len(rank._kept) == 1
 
 
-def test_many_functions(two, monkeypatch):
+def test_ranks_keep_a_bounded_number(two, monkeypatch):
     """The ranks keep a bounded number, and those that are dropped are sent again."""
     monkeypatch.setattr(script_globals, "_MOST_FUNCTIONS", 4)
     functions = [made(number) for number in range(9)]

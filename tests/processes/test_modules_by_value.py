@@ -35,7 +35,7 @@ def test_private_modules_are_sent(monkeypatch):
     assert (found[:2], type(found[2])) == ((8, 4), module.Row)
 
 
-def test_a_file_with_the_name_of_another_module(tmp_path, monkeypatch):
+def test_files_named_as_another_module(tmp_path, monkeypatch):
     """The module of the script is used, and not the one that ranks would import."""
     (tmp_path / "config_of_test.py").write_text("def scale(): return 1")
     (tmp_path / "loaded.py").write_text("def scale(): return 2")

@@ -86,7 +86,7 @@ def test_other_failures_are_noted():
         ([raised(ECHO), raised(ECHO)], True),
     ],
 )
-def test_ranks_that_stopped_at_different_points(outcomes, is_uneven):
+def test_ranks_stop_at_different_points(outcomes, is_uneven):
     """Ranks that all raised the same error on their own stopped at the same point."""
     assert Ending(dict(enumerate(outcomes))).is_uneven == is_uneven
 

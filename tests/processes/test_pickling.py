@@ -117,7 +117,7 @@ def test_shared_memory_is_shared():
     ],
     ids=["fortran", "empty", "objects", "masked", "read-only"],
 )
-def test_arrays_arrive(array):
+def test_arrays_arrive_with_values(array):
     got = sent(array)
     assert (type(got), got.dtype, got.shape, got.tolist()) == (
         type(array),

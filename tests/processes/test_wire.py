@@ -165,7 +165,7 @@ def test_rank_waits_for_room(pair):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_limit_on_files(text, pair):
+def test_limit_on_files_is_an_error(text, pair):
     """The sender raises, or the reader gets the message with an error. The connection works on."""
     sender, reader = pair()
     tensor = torch.randn(TENSORS["slab"])
@@ -257,7 +257,7 @@ def test_large_slabs_are_returned(pair):
     assert memory_of(one) == len(other._slabs._mapped) == 0
 
 
-def test_values_that_stay_are_not_overwritten(pair):
+def test_kept_values_are_not_overwritten(pair):
     """The first few stay in their slabs, and later ones are copied, so that memory is bounded."""
     one, other = pair()
     kept = []

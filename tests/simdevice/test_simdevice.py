@@ -120,7 +120,7 @@ def test_waits_order_uses_of_memory(order, races, side, sim):
         lambda x, main, side: main.wait_stream(side),
     ],
 )
-def test_early_frees(cure, side, sim):
+def test_early_frees_are_reported(cure, side, sim):
     """Memory freed while another stream may use it is a race as soon as its own stream allocates
     again.
     """

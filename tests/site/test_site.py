@@ -134,7 +134,7 @@ def test_pages_fit_a_wide_window(opened):
     assert {name: found for name, found in cut_off.items() if found} == {}
 
 
-def test_search_finds(chromium, address):
+def test_search_finds_the_pages(chromium, address):
     window = chromium.new_page(viewport={"width": WIDE, "height": 800})
     window.goto(f"{address}search.html?q=GatherError")
     window.wait_for_selector("#search-results li a")

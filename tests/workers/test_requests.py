@@ -103,7 +103,7 @@ def test_write_into_a_tensor(block, mode, size):
             assert_close(x, torch.full((size, 600), 3.0))
 
 
-def test_identity_holds(block):
+def test_identity_of_tensors_holds(block):
     """In a call and in its output, a tensor that occurs twice is one tensor, and two views of one
     memory share it.
     """

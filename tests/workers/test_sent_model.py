@@ -203,7 +203,7 @@ def test_attributes_do_not_leak():
 
 
 @pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
-def test_training_mode():
+def test_training_mode_is_followed():
     """A cut call that writes buffers in training mode is refused.
 
     Otherwise, buffers stay as they were.

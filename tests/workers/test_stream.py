@@ -65,7 +65,7 @@ def test_small_batches_share_messages(sizes, ordered, monkeypatch):
         pytest.param(nn.Identity, 80_000, {}, 1, id="large"),
     ],
 )
-def test_other_sizes(sizes, model, elements, options, size):
+def test_slow_batches_travel_alone(sizes, model, elements, options, size):
     """Batches that take long, or are large, travel alone; so do those that must not run again if
     another one kills.
     """

@@ -276,7 +276,7 @@ def test_changes_while_lanes_are_made(change):
 
 
 @torch.no_grad()
-def test_a_hook_that_is_registered_in_two_steps():
+def test_a_hook_registered_in_two_steps():
     """Torch counts a hook, and then enters it into the table of its module.
 
     A call may come in between.
@@ -292,7 +292,7 @@ def test_a_hook_that_is_registered_in_two_steps():
         assert_close(model(x), plain)
 
 
-def test_a_write_while_a_block_opens_and_closes():
+def test_writes_while_a_block_opens_or_ends():
     """Another thread may set an attribute at any moment: here, when a function
     is entered or left.
     """

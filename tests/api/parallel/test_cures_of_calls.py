@@ -160,7 +160,7 @@ def test_cures_of_numbers():
     assert call(len, X, **options_of(str(refused.value))) == 20
 
 
-def test_cures_of_sums():
+def test_cures_of_sums_over_rows():
     def rows_and_sum(x):
         return {"y": -x, "total": x.sum(0)}
 
@@ -438,7 +438,7 @@ def replace(model, value):
         (replace, "Read the outputs first, and change the model then"),
     ],
 )
-def test_a_model_that_changes_during_a_stream(change, says):
+def test_models_that_change_during_streams(change, says):
     """A model may change once the outputs of a stream are read, and not before."""
     model = nn.Linear(1, 1, bias=False)
     with torch.no_grad(), parallel(model, TWO, out_dims=0) as p:

@@ -82,7 +82,7 @@ def test_writes_into_rows(write, source):
         assert_close(other, found[0])
 
 
-def test_writes_into_a_leaf_are_refused_by_torch():
+def test_torch_refuses_writes_into_leaves():
     model, x = model_that("a parameter"), torch.zeros(7, 3, requires_grad=True)
     with parallel(model, TWO), pytest.raises(RuntimeError, match="leaf Variable"):
         model(x)
@@ -157,7 +157,7 @@ def test_attributes_of_outputs_are_refused():
         assert p(torch.zeros(5))[1] == {"scale": 2}
 
 
-def test_a_registered_tensor_keeps_attributes():
+def test_registered_tensors_keep_attributes():
     class Kept(torch.Tensor):
         """A class of its own, since rules stay registered."""
 

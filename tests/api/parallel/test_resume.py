@@ -274,7 +274,7 @@ OTHER_MODELS = {
 
 
 @pytest.mark.parametrize("other", OTHER_MODELS)
-def test_outputs_of_another_model_are_refused(tmp_path, other):
+def test_outputs_of_other_models_are_refused(tmp_path, other):
     """Both cures that the error names work as written. The other folder and the first one are
     usable afterwards.
     """
@@ -448,7 +448,7 @@ def test_files_of_another_user_are_refused(tmp_path, monkeypatch):
         run(tmp_path, batches(2))
 
 
-def test_leftovers_of_killed_runs_are_removed(tmp_path):
+def test_files_of_killed_runs_are_removed(tmp_path):
     """Files of killed runs are removed.
 
     Those of a process that runs, and files of the user, stay.
@@ -606,7 +606,7 @@ def with_default(model):
     ids=["slots", "object in an object", "partial", "default", "closure"],
 )
 @torch.no_grad()
-def test_models_that_objects_hold_are_compared(make, tmp_path):
+def test_models_inside_objects_are_compared(make, tmp_path):
     """The weights of a model count wherever a target holds it."""
     batches = [torch.ones(3, 4)] * 2
     models = [torch.nn.Linear(4, 2).eval() for _ in range(2)]

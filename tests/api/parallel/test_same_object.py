@@ -224,7 +224,7 @@ def test_a_decorated_function():
 
 @torch.no_grad()
 @pytest.mark.parametrize("workers", ["thread", "process"])
-def test_a_closed_block(workers):
+def test_closed_blocks_refuse_calls(workers):
     """A closed block refuses calls, and can be entered again. close() may be called at any time and
     more than once.
     """

@@ -34,7 +34,7 @@ def fail_to_start(starting):
     return str(caught.value), time.monotonic() - begun
 
 
-def test_silent_connections_end_with_the_time_limit():
+def test_silent_connections_have_a_limit():
     """Connections that send nothing, as of a port scanner, end with the time limit. The limit holds
     for all ranks together.
     """

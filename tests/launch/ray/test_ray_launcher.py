@@ -187,7 +187,7 @@ def test_ranks_stay_on_two_nodes(ray):
 # -- the loss of a node; last, because processes that join a cluster soon after it may hang
 
 
-def test_a_lost_node(ray, ray_cluster, tmp_path):
+def test_a_lost_node_restarts_ranks(ray, ray_cluster, tmp_path):
     """The launch of a lost node restarts on the nodes that are left and one that joins later.
 
     After the last restart, it raises.

@@ -133,7 +133,7 @@ def _names_in(path, prefix):
     return {name for name in names if name.startswith(prefix)}
 
 
-def test_variables_do_not_override_the_platform(folder, command, tmp_path, monkeypatch):
+def test_variables_override_no_platform(folder, command, tmp_path, monkeypatch):
     """Variables of sbatch are stronger than the script.
 
     Those for which nothing is given still hold.
@@ -185,7 +185,7 @@ def test_a_signal_waits_for_the_rank(tmp_path):
     assert run_python(show, tmp_path).stdout.split() == [str(int(signal.SIGUSR2))]
 
 
-def test_files_in_the_working_folder_replace_no_modules(tmp_path):
+def test_files_in_the_folder_do_no_harm(tmp_path):
     """`python -m` would search there first."""
     (tmp_path / "random.py").write_text("print('replaced')")
     assert run_python("import random, sys; print(sys.flags.safe_path)", tmp_path).stdout == "True\n"

@@ -98,7 +98,7 @@ def test_each_final_state_has_its_error(state, kind, text, ends_as):
     assert text in str(raised.value)
 
 
-def test_a_job_that_does_not_list_all_its_nodes(ends_as):
+def test_jobs_that_list_some_of_their_nodes(ends_as):
     """Slurm lists the nodes that still end, and none that was lost. No rank is blamed."""
     ends_as("NODE_FAIL", down="node0")
     with pytest.raises(LaunchError, match="does not say which one of its nodes") as raised:

@@ -53,7 +53,7 @@ def test_starts_without_a_mark_are_failures(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o1777])
-def test_a_root_that_others_may_write_is_refused(mode, tmp_path, monkeypatch):
+def test_roots_that_others_write_are_refused(mode, tmp_path, monkeypatch):
     """Ranks would run what another user puts there. The cure in the message works."""
     root = tmp_path / "shared"
     root.mkdir()
@@ -75,7 +75,7 @@ def test_a_root_of_another_user_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["100%", "back\\slash", "line\nbreak"])
-def test_paths_that_sbatch_changes_are_refused(name, tmp_path, monkeypatch):
+def test_paths_changed_by_sbatch_are_refused(name, tmp_path, monkeypatch):
     monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path / name))
     with pytest.raises(LaunchError, match="Set PARAWRAP_LAUNCH_DIR"):
         Folder.planned("job")
