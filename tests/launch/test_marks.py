@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from parawrap import LaunchError, Platform, current_rank, wrapper
+from parawrap import Platform, current_rank, wrapper
 from parawrap.launch import inheritance
 from parawrap.launch._world import find_world
 from parawrap.processes import pool
@@ -240,11 +240,3 @@ def test_a_pod_or_notebook_is_no_torchrun(tmp_path):
         "PlatformError True True",
         "PlatformError True True",
     ]
-
-
-def test_a_rank_cannot_open_ranks():
-    def start():
-        with pytest.raises(LaunchError, match="within a rank"):
-            Platform(device="cpu").open()
-
-    wrapper(ranks(1))(start)()
