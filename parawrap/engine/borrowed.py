@@ -29,7 +29,7 @@ import torch
 
 from parawrap._private_names import version_of
 from parawrap.engine.flat_call import CALL_ROOTS, is_plain_value
-from parawrap.engine.join_rules import JoinRules, Returned, is_tree
+from parawrap.engine.join_rules import JoinRules, ReturnedArgument, is_tree
 from parawrap.engine.rules.object_state import list_state
 from parawrap.engine.rules.registry import (
     contents_of,
@@ -59,7 +59,7 @@ WRITTEN_WHOLE = (
 _WITHOUT_ATTRIBUTES = frozenset({dict, list, deque, OrderedDict, defaultdict})
 _MOST_STRUCTURES = 1024  # of calls; as many as a cutter keeps plans
 _ABSENT: Any = object()
-_OF_ARGUMENT = Returned(None)
+_OF_ARGUMENT = ReturnedArgument(None)
 
 Path = tuple[Any, ...]
 """The keys that lead from (args, kwargs) to a container."""
@@ -396,7 +396,7 @@ class Borrowed:
         self._loans = loans
         self._name = name
         # By the kind and the number of an argument: True for containers, False for leaves
-        self._marks: dict[tuple[bool, int], Returned] = {}
+        self._marks: dict[tuple[bool, int], ReturnedArgument] = {}
         self._changed: list[tuple[Any, EntriesAfter]] = []
         self._joined: dict[tuple[int, ...], Any] = {}
         self._outputs: dict[int, Path] = {}  # by the number of a container, its place in the output
@@ -481,9 +481,11 @@ class Borrowed:
         """Return a joined output with the caller's own containers in the places of their marks."""
         if not self._marks:
             return output
-        return _replace(output, lambda node: node.argument if type(node) is Returned else None)
+        return _replace(
+            output, lambda node: node.argument if type(node) is ReturnedArgument else None
+        )
 
-    def _mark(self, place: tuple[bool, int] | None) -> Returned | None:
+    def _mark(self, place: tuple[bool, int] | None) -> ReturnedArgument | None:
         if place is None:
             return None
         if place not in self._marks:
@@ -493,7 +495,7 @@ class Borrowed:
             else:
                 argument = self._values[number]
                 argument = argument.value if isinstance(argument, WholeLeaf) else argument
-            self._marks[place] = Returned(argument)
+            self._marks[place] = ReturnedArgument(argument)
         return self._marks[place]
 
     def _refuse_shared(self) -> None:

@@ -46,7 +46,7 @@ from parawrap.engine.join_rules import (
     JoinMode,
     JoinRules,
     Refusal,
-    Returned,
+    ReturnedArgument,
     is_tree,
     refuse,
     refuse_tree,
@@ -522,7 +522,7 @@ class _Join:
             return False  # torch joins lists item by item
         if isinstance(out_dim, int) and any(map(_holds_tensors, column)):
             return False  # a list of tensors, each with its rows on that dim
-        if any(isinstance(item, Returned) for value in column for item in value):
+        if any(isinstance(item, ReturnedArgument) for value in column for item in value):
             return False  # a list with arguments, each of which is one object in all lanes
         if out_dim == "ragged":
             # A list may have any number of rows; a tuple of tensors is a structure.
@@ -557,7 +557,7 @@ class _Join:
             leaves, _ = flatten(value)
             tensors.append([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
             # An argument is one object in all lanes, and no row
-            if not all(leaf is None or isinstance(leaf, Returned) for leaf in leaves):
+            if not all(leaf is None or isinstance(leaf, ReturnedArgument) for leaf in leaves):
                 is_empty = False
         if is_empty:
             return
@@ -945,7 +945,7 @@ def _holds_texts(value: Any) -> bool:
         found, _ = flatten(item, _is_sequence)
         leaves += found
     for leaf in leaves:
-        if isinstance(leaf, (*SEQUENCES, WholeLeaf, Returned)):
+        if isinstance(leaf, (*SEQUENCES, WholeLeaf, ReturnedArgument)):
             return False
         if _is_array_like(leaf) or is_number(leaf):
             return False

@@ -29,7 +29,7 @@ _WORDS = ("items", "ragged")
 _MOST_STRUCTURES = 1024  # of outputs; a guess that no test has contradicted
 
 
-class Returned:
+class ReturnedArgument:
     """The place of a container in an output, if the container is an argument of the caller.
 
     All lanes have one such object for one argument, so that it is joined as one value.
@@ -198,7 +198,7 @@ def _refuse_options(why: str) -> NoReturn:
 
 def refuse_tree(name: str, option: Any, kind: type) -> None:
     """Refuse an option for the parts of a container where the output has another value."""
-    if kind is Returned:  # an argument: the options hold for what forward put into it
+    if kind is ReturnedArgument:  # an argument: the options hold for what forward put into it
         return
     declares_keys = isinstance(option, dict)
     declares_items = isinstance(option, tuple) and kind not in SEQUENCES

@@ -168,15 +168,15 @@ class Lane:
                 calls.popleft()(self)
 
 
-class Job:
+class CallParts:
     """The parts of one call, in groups.
 
     One thread runs a group in order; the caller runs each that no thread has begun.
     """
 
     __slots__ = (
-        *("asleep", "done", "errors", "groups", "home", "lanes"),
-        *("missing", "modes", "moments", "outputs", "tasks"),
+        *("asleep", "countdown", "done", "errors", "groups", "home", "lanes"),
+        *("modes", "moments", "outputs", "tasks"),
     )
 
     def __init__(
@@ -187,7 +187,7 @@ class Job:
         home: torch.device | None,
         moments: Sequence[Moment],
     ) -> None:
-        self.lanes = lanes  # not their pool: a job that waits in an inbox would keep it alive
+        self.lanes = lanes  # not their pool: parts that wait in an inbox would keep it alive
         self.tasks = tasks
         self.asleep: list[Lane] = []  # the lanes that are not woken yet, the next one last
         # By lane: its thread would run the group, and the thread that pops a group runs it
@@ -199,7 +199,9 @@ class Job:
         # the caller, who waits for it, sees all that the lanes have written
         self.outputs: list[Any] = [None] * len(tasks)
         self.errors: list[tuple[int, BaseException]] = []
-        self.missing = [*range(len(groups))]  # popped after each group; the last one opens `done`
+        # A countdown that needs no lock: `list.pop` is atomic, so one thread alone gets the 0, the
+        # last entry. That thread opens `done`
+        self.countdown = [*range(len(groups))]
         self.done = threading.Lock()
         self.done.acquire()
 
@@ -256,7 +258,8 @@ class Job:
                     lane.busy_ns += perf_counter_ns() - start
             if failed:
                 break
-        if self.missing.pop() == 0:
+        is_last = self.countdown.pop() == 0
+        if is_last:
             self.done.release()
 
     def drop(self) -> None:
@@ -264,7 +267,8 @@ class Job:
         with suppress(KeyError):
             while True:
                 self.groups.popitem()
-                if self.missing.pop() == 0:
+                is_last = self.countdown.pop() == 0
+                if is_last:
                     self.done.release()
 
 
@@ -312,52 +316,52 @@ class Lanes:
         """
         key = len(tasks), turns
         groups = dict(self._groups.get(key) or self._group(key))
-        job = Job(self.all, tasks, groups, home, moments)
+        parts = CallParts(self.all, tasks, groups, home, moments)
         first = groups.pop(0)
         before = torch.get_num_threads()
         lowers = bool(groups) and self._threads is not None and self._threads != before
         try:
             if lowers:
                 torch.set_num_threads(self._threads)  # type: ignore[arg-type]
-            self._run_job(job, first, [*groups])
+            self._run_parts(parts, first, [*groups])
         finally:
             if lowers:
                 torch.set_num_threads(before)
         if moments and not torch.is_grad_enabled():
             for lane in self.all[: len(tasks)]:
                 lane.streams.be_waited_for()
-        job.tasks = ()  # a lane may sleep for long before its next line
-        outputs, job.outputs = job.outputs, []
-        return outputs, job.errors
+        parts.tasks = ()  # a lane may sleep for long before its next line
+        outputs, parts.outputs = parts.outputs, []
+        return outputs, parts.errors
 
-    def _run_job(self, job: Job, first: tuple[int, ...], others: Sequence[int]) -> None:
+    def _run_parts(self, parts: CallParts, first: tuple[int, ...], others: Sequence[int]) -> None:
         """Run the first group, and each group that no thread has begun; wait for the rest."""
-        lane, home = self.all[0], job.home
+        lane, home = self.all[0], parts.home
         is_home = home is None or home == lane.device
         if others or not is_home:
-            job.modes = Modes.capture(self.backend.type)
+            parts.modes = Modes.capture(self.backend.type)
         try:
             if others:
                 if self.all[others[0]].thread is None:
                     with self._queueing:
                         self._start(self.all)
-                job.asleep = [*map(self.all.__getitem__, reversed(others))]
-                job.wake_next()
+                parts.asleep = [*map(self.all.__getitem__, reversed(others))]
+                parts.wake_next()
             if is_home:
                 # The caller's modes are in force as they are. A copy of the context: variables that
                 # forward sets stay in the call, as in the other lanes
-                contextvars.copy_context().run(job.run, first)
+                contextvars.copy_context().run(parts.run, first)
             else:
-                job.modes.run(partial(job.run, first), lane.device, home)
-            if job.errors and not isinstance(job.errors[0][1], Exception):  # Ctrl-C or an exit
-                job.drop()
+                parts.modes.run(partial(parts.run, first), lane.device, home)
+            if parts.errors and not isinstance(parts.errors[0][1], Exception):  # Ctrl-C or an exit
+                parts.drop()
             for index in reversed(others):  # the last lane was woken last
-                group = job.groups.pop(index, None)
+                group = parts.groups.pop(index, None)
                 if group is not None:
-                    job.modes.run(partial(job.run, group), self.all[index].device, home)
-            job.done.acquire()
+                    parts.modes.run(partial(parts.run, group), self.all[index].device, home)
+            parts.done.acquire()
         except BaseException:
-            job.drop()
+            parts.drop()
             raise
 
     def _group(self, key: tuple[int, str | None]) -> dict[int, tuple[int, ...]]:
@@ -368,8 +372,12 @@ class Lanes:
         count, turns = key
         groups: dict[Any, list[int]] = {}
         for index, lane in zip(range(count), cycle(self.all), strict=False):
-            thread = None if turns == "all" else lane.device if turns == "device" else lane.index
-            groups.setdefault(thread, []).append(index)
+            in_one_thread: Any = lane.index
+            if turns == "all":
+                in_one_thread = None  # one group: the caller runs all parts
+            elif turns == "device":
+                in_one_thread = lane.device
+            groups.setdefault(in_one_thread, []).append(index)
         found = self._groups[key] = {group[0]: tuple(group) for group in groups.values()}
         return found
 
