@@ -23,13 +23,30 @@ import torch
 TreeSpec: TypeAlias = optree.PyTreeSpec
 
 _NAMESPACE = "parawrap"
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
+"""Classes of values that hold no other objects, cannot change, and are compared by value."""
+
+TENSOR = frozenset({torch.Tensor})
+"""Torch's own class, without subclasses, which may have operations of their own.
+
+A set, because ``TENSOR.issuperset(map(type, values))`` checks all values in one call.
+"""
+
+TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Torch's own two classes. The operations of a Parameter are those of a tensor."""
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT: Any = _Absent()
+"""The value of an entry that a container does not have. None may be the value of one it has."""
+
+# Values whose contents `tensors_in` does not search
 _SEALED = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
+    *PLAIN,
     type,
     types.ModuleType,
     types.FunctionType,
@@ -45,12 +62,7 @@ _known_leaves: set[type] = {
     torch.Tensor,
     torch.nn.Parameter,
     torch.Size,
-    str,
-    bytes,
-    int,
-    float,
-    bool,
-    type(None),
+    *PLAIN,
 }
 _nodes: set[type] = set()
 _whole: set[type] = set()  # of the nodes, those that are kept whole
@@ -172,6 +184,11 @@ def held_by(value: Any) -> list[Any]:
         getattr(value, name) for name in names if isinstance(name, str) and hasattr(value, name)
     ]
     return found
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """True if a tensor has one shape and one value per index: it is not sparse and not nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def list_attributes(tensor: torch.Tensor) -> list[str]:
@@ -343,8 +360,8 @@ def _take_apart(value: Any) -> tuple[Any, ...]:
     others = {name: each for name, each in attributes.items() if name not in skip}
     if isinstance(value, UserDict) and isinstance(others.get(_ITEMS_OF_ROWS), list):
         others[_ITEMS_OF_ROWS] = WholeLeaf(others[_ITEMS_OF_ROWS])
-    plain = tuple((name, type(each), each) for name, each in others.items() if type(each) in _PLAIN)
-    names = tuple(Attribute(name) for name, each in others.items() if type(each) not in _PLAIN)
+    plain = tuple((name, type(each), each) for name, each in others.items() if type(each) in PLAIN)
+    names = tuple(Attribute(name) for name, each in others.items() if type(each) not in PLAIN)
     factory = value.default_factory if isinstance(value, defaultdict) else None
     blank = _Blank(type(value), keys, names, plain, factory, attributes is value)
     return (*items, *(others[name] for name in names)), blank, (*keys, *names)

@@ -38,8 +38,8 @@ def copies_on(
     found: dict[torch.device, list[torch.Tensor]] = {}
     with lasting():
         originals = [*map(_detach, tensors)]
-        is_plain = [*map(_is_plain, originals)]
-        plain = [*compress(originals, is_plain)]
+        are_plain = [*map(_can_be_written, originals)]
+        plain = [*compress(originals, are_plain)]
         packs = pack_small(plain)
         alone = indices_without(packs, len(plain))
         copies_of_plain: list[list[torch.Tensor]] = []
@@ -48,10 +48,11 @@ def copies_on(
             copies_of_plain.append(empty)
             for index in alone:
                 transfer_into(empty[index], plain[index])
-            written = iter(empty)
+            # The copies of all tensors in their order: those of plain tensors are written below
+            waiting = iter(empty)
             found[device] = [
-                next(written) if is_written else tensor.to(device, copy=True)
-                for tensor, is_written in zip(originals, is_plain, strict=True)
+                next(waiting) if is_plain else tensor.to(device, copy=True)
+                for tensor, is_plain in zip(originals, are_plain, strict=True)
             ]
         # One flat tensor serves all devices, and is freed before the next one is made
         for pack in packs:
@@ -63,7 +64,7 @@ def copies_on(
     return found
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _can_be_written(tensor: torch.Tensor) -> bool:
     """True for a plain, strided tensor: an empty copy of it can be made, and written later."""
     if type(tensor) is not torch.Tensor or tensor.is_quantized:
         return False

@@ -41,6 +41,7 @@ from parawrap.engine.rules.registry import (
 from parawrap.engine.rules.transformers_caches import WITHOUT_CACHE, is_cache
 from parawrap.errors import GatherError, ShardError
 from parawrap.tree import (
+    ABSENT,
     UNDECLARED,
     Attribute,
     TreeSpec,
@@ -58,7 +59,6 @@ WRITTEN_WHOLE = (
 )
 _WITHOUT_ATTRIBUTES = frozenset({dict, list, deque, OrderedDict, defaultdict})
 _MOST_STRUCTURES = 1024  # of calls; as many as a cutter keeps plans
-_ABSENT: Any = object()
 _OF_ARGUMENT = ReturnedArgument(None)
 
 Path = tuple[Any, ...]
@@ -140,8 +140,8 @@ def _read_attributes(container: Any) -> dict[str, Any]:
     if isinstance(container, Mapping) and not isinstance(container, dict):
         found.pop("data", None)  # the items of a UserDict
     for name in names_of_slots(type(container)):
-        value = getattr(container, name, _ABSENT)
-        if value is not _ABSENT:
+        value = getattr(container, name, ABSENT)
+        if value is not ABSENT:
             found[name] = value
     return found
 
@@ -357,8 +357,8 @@ def _entries(items: Any) -> Any:
 
 def _get(items: Any, key: Any) -> Any:
     if isinstance(items, list):
-        return items[key] if key < len(items) else _ABSENT
-    return items.get(key, _ABSENT)
+        return items[key] if key < len(items) else ABSENT
+    return items.get(key, ABSENT)
 
 
 def replace_new_entries(loan: Loan, replace: Callable[[Any], Any]) -> None:
@@ -654,7 +654,7 @@ def _enter(container: Any, after: EntriesAfter) -> None:
         if name in now:
             object.__delattr__(container, name)
     for name, value in attributes.items():
-        if not _stays(after.attributes[name], name) and now.get(name, _ABSENT) is not value:
+        if not _stays(after.attributes[name], name) and now.get(name, ABSENT) is not value:
             object.__setattr__(container, name, value)  # also of a frozen dataclass
 
 

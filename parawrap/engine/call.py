@@ -52,10 +52,8 @@ from parawrap.engine.replica import Replica
 from parawrap.engine.replicas import CopiesOfParts, CopyOptions, Replicas
 from parawrap.engine.trace import Recorder, timed
 from parawrap.errors import ShardError, add_note
-from parawrap.tree import WholeLeaf, flatten
+from parawrap.tree import TENSOR, TENSORS, WholeLeaf, flatten
 
-_TENSOR = frozenset({torch.Tensor})
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _MOST_PROBED = 1024  # plans; as many as a cutter keeps
 _requires_grad = attrgetter("requires_grad")
 _device_of = attrgetter("device")
@@ -247,7 +245,7 @@ class Calls:
         lanes, replicas, sizes, leaves = self.lanes, self.replicas, plan.sizes, flat.leaves
         state = replicas.state
         used = state.lanes[: len(sizes)]
-        only_tensors = flat.on_cpu or _TENSORS.issuperset(map(type, leaves))
+        only_tensors = flat.on_cpu or TENSORS.issuperset(map(type, leaves))
         # Listed layers of torch write nothing, unless an argument or a hook brings other code
         has_hooks = any(global_hooks)
         looks = not (state.edition.is_quiet and only_tensors) or has_hooks
@@ -459,7 +457,7 @@ class Calls:
         if self._has_only_cpu:
             return True
         device = self.devices[0]
-        if not kwargs and _TENSORS.issuperset(map(type, args)):
+        if not kwargs and TENSORS.issuperset(map(type, args)):
             places = {self.output_device, *map(_device_of, args)}
         else:
             places = {self.output_device, *map(device_of, flatten((args, kwargs))[0])}
@@ -542,7 +540,7 @@ class Calls:
         argument.
         """
         dim, sizes = self.rules.row_dim_of_tensor, plan.sizes
-        if dim is None or not _TENSOR.issuperset(map(type, outputs)):
+        if dim is None or not TENSOR.issuperset(map(type, outputs)):
             return None
         if outputs[0].is_quantized or len({*map(_form_of, outputs)}) > 1:
             return None

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.engine.places import ABSENT, read_slot
+from parawrap.engine.places import read_slot
 from parawrap.errors import ReplicaError
+from parawrap.tree import ABSENT
 
 # Attributes through which code may write a parameter, and leave its version alone
 _WRITERS = frozenset({"data", "set_"})

@@ -45,10 +45,9 @@ from parawrap.engine.in_dims import InDim, InDims, Parameters
 from parawrap.engine.rules.registry import place_leaf, splitter_of
 from parawrap.engine.shard_sizes import Sizes, balanced_sizes, hint_of_sizes, sizes_of_block
 from parawrap.errors import ShardError
-from parawrap.tree import TreeSpec, WholeLeaf, addresses, flatten, unflatten
+from parawrap.tree import TENSOR, TreeSpec, WholeLeaf, addresses, flatten, is_dense, unflatten
 
 T = TypeVar("T")
-_TENSOR = frozenset({torch.Tensor})
 # Names of the nodes of autograd that made the parts. Any other node is a write of forward
 _NEW_SHAPE = (
     "the model changed its shape in place, and each lane changed its own part. Use an out-of-place "
@@ -218,7 +217,7 @@ class ShardPlan:
                     return _split_copies(leaf, sizes, dim)
                 views: Sequence[torch.Tensor] = leaf.split_with_sizes(sizes, dim)
             except (RuntimeError, NotImplementedError) as error:
-                if leaf.layout is torch.strided and not leaf.is_nested:
+                if is_dense(leaf):
                     raise
                 kind = "nested tensor" if leaf.is_nested else f"tensor of layout {leaf.layout}"
                 msg = (
@@ -396,7 +395,7 @@ class Cutter:
 
         The shapes alone are the key: such a call is not taken apart again.
         """
-        if not args or self.in_dims or not _TENSOR.issuperset(map(type, args)):
+        if not args or self.in_dims or not TENSOR.issuperset(map(type, args)):
             return None
         if not all(map(_on_cpu, args)) or any(map(_attributes_of, args)):
             return None

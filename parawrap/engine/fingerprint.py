@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from parawrap.engine.join_rules import JoinRules
-from parawrap.tree import UNDECLARED, tensors_in
+from parawrap.tree import PLAIN, UNDECLARED, tensors_in
 
 Fingerprint = dict[str, str]
 """The weights and the options that outputs depend on, by name."""
@@ -23,7 +23,6 @@ Fingerprint = dict[str, str]
 _CHUNK = 1 << 18
 # A prime: rows that change places have other weights, unless their length is a multiple of it.
 _PERIOD = 2039
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
@@ -88,7 +87,7 @@ def _find_parts(target: Any) -> Iterator[tuple[str, Any]]:
     while waiting:
         place, value, is_argument = waiting.popleft()
         # Plain values are not marked as seen: Python may have one object for two equal numbers.
-        if isinstance(value, (torch.Tensor, *_PLAIN)):
+        if isinstance(value, (torch.Tensor, *PLAIN)):
             if is_argument:
                 yield place, value
             continue

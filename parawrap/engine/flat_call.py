@@ -18,7 +18,7 @@ import torch
 
 from parawrap.engine.concatenate import shape_of
 from parawrap.engine.rules.registry import splitter_of
-from parawrap.tree import TreeSpec, WholeLeaf
+from parawrap.tree import PLAIN, TreeSpec, WholeLeaf
 
 CALL_ROOTS = ("args", "kwargs")
 """How the addresses of a call's leaves begin."""
@@ -33,8 +33,8 @@ ARRAY = -100  # and below, by its length: an array of another library
 # Without strings, which are plain values, and without sets, which have no order.
 _SEQUENCES = (list, range, deque)
 # Values that no lane changes, or that all lanes share by their nature.
-_VALUES = (
-    *(int, float, str, bytes, numbers.Number, enum.Enum, slice, type),
+_SHARED_BY_LANES = (
+    *(*PLAIN, numbers.Number, enum.Enum, slice, type),
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.EllipsisType),
     *(dt.date, dt.time, dt.timedelta, uuid.UUID, pathlib.PurePath, re.Pattern),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
@@ -78,7 +78,7 @@ def extent_of(leaf: Any, dim: int | None) -> int:
 
 def is_plain_value(leaf: Any) -> bool:
     """True for a value that calls do not change, which every lane gets whole."""
-    return leaf is None or isinstance(leaf, _VALUES) or _is_numpy_value(leaf)
+    return leaf is None or isinstance(leaf, _SHARED_BY_LANES) or _is_numpy_value(leaf)
 
 
 def _length_of_array(value: Any) -> int | None:

@@ -22,10 +22,11 @@ from parawrap._private_names import (
 from parawrap.backends import record_use, warn_caller
 from parawrap.engine.batched_copies import lasting
 from parawrap.engine.model_state import Change, Edition
-from parawrap.engine.places import ABSENT, SIMPLE, Place
+from parawrap.engine.places import SIMPLE, Place
 from parawrap.engine.replica import Replica
 from parawrap.engine.survey import Survey
 from parawrap.errors import ReplicaError
+from parawrap.tree import ABSENT
 
 
 class UnkeptWrites:

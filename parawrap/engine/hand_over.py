@@ -18,12 +18,10 @@ import torch
 from parawrap.engine.called_code import captured
 from parawrap.engine.replica import Replica
 from parawrap.errors import GatherError
-from parawrap.tree import WholeLeaf, flatten, held_by, parts_below, unflatten
+from parawrap.tree import PLAIN, WholeLeaf, flatten, held_by, parts_below, unflatten
 
-# Values without parts of the model: no look into them
-_PLAIN = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
-)
+# Values that cannot hold a part of the model, so that they are not searched
+_WITHOUT_PARTS = frozenset({*PLAIN, torch.dtype, torch.device, torch.Size})
 _CODE = (
     types.FunctionType,
     types.MethodType,
@@ -59,7 +57,7 @@ def _hand_over_tensor(tensor: torch.Tensor, replica: Replica) -> torch.Tensor:
 def _hand_over_leaf(value: Any, replica: Replica) -> Any:
     if isinstance(value, torch.Tensor):
         return _hand_over_tensor(value, replica)
-    if type(value) in _PLAIN:
+    if type(value) in _WITHOUT_PARTS:
         return value
     if isinstance(value, torch.nn.Module):
         msg = (
@@ -104,7 +102,11 @@ def _reach(value: Any) -> Iterator[Any]:
     waiting = [value]
     while waiting:
         each = waiting.pop()
-        if id(each) in seen or type(each) in _PLAIN or isinstance(each, (type, types.ModuleType)):
+        if (
+            id(each) in seen
+            or type(each) in _WITHOUT_PARTS
+            or isinstance(each, (type, types.ModuleType))
+        ):
             continue
         seen[id(each)] = each
         yield each

@@ -55,6 +55,7 @@ from parawrap.engine.rules.object_state import make_sequence
 from parawrap.engine.rules.registry import count_rows, join_parts, place_leaf, registration_of
 from parawrap.errors import GatherError
 from parawrap.tree import (
+    TENSOR,
     UNDECLARED,
     TreeSpec,
     WholeLeaf,
@@ -73,7 +74,6 @@ Originals = Callable[[], Sequence[Callable[[Any], Any]]]
 
 It takes a value of that lane, and returns the caller's value that it is a copy of, or None."""
 
-_TENSOR = frozenset({torch.Tensor})
 _dtype_of = attrgetter("dtype")
 _attributes_of = attrgetter("__dict__")
 
@@ -134,7 +134,7 @@ def _join_rows(outputs: Sequence[Any], sizes: tuple[int, ...], rules: JoinRules)
         return None
     joined = []
     for dim, column in zip(dims, columns, strict=True):
-        if not _TENSOR.issuperset(map(type, column)):
+        if not TENSOR.issuperset(map(type, column)):
             return None
         if any(map(_attributes_of, column)):
             return None
@@ -196,7 +196,7 @@ class _Join:
 
     def join_values(self, column: Sequence[Any], declared: Declared) -> Any:
         """Return the one value of all lanes, of any structure."""
-        if _TENSOR.issuperset(map(type, column)):
+        if TENSOR.issuperset(map(type, column)):
             return self._join_leaves(column, declared)
         # Sequences are leaves here: their lengths may differ, with one item per row.
         first = flatten(column[0], _is_sequence)
@@ -814,7 +814,7 @@ class _Join:
         None for values that are joined as one.
         """
         column, declared = place.column, place.declared
-        if _TENSOR.issuperset(map(type, column)):
+        if TENSOR.issuperset(map(type, column)):
             return None
         taken_apart = [flatten(value, partial(_is_other, value)) for value in column]
         spec = taken_apart[0][1]

@@ -35,7 +35,6 @@ from parawrap._private_names import (
 from parawrap.backends import Stream, backend_of
 from parawrap.engine.parameter_copies import NO_COPIES, ParameterCopies, read_memory, read_sources
 from parawrap.engine.places import (
-    ABSENT,
     ALWAYS_NEW,
     LISTS,
     SIMPLE,
@@ -44,12 +43,14 @@ from parawrap.engine.places import (
     read_items,
 )
 from parawrap.engine.survey import Survey, first_tensor
+from parawrap.tree import ABSENT
 
 _TABLES = (PARAMETERS, BUFFERS, CHILDREN)
 _MOST_UNCHANGED = 2
 _IN_ORDER = ALWAYS_NEW - {set, types.CellType}
 _DICTS = (dict, OrderedDict)
-_END = ((object(),),)  # after all that is held, so that a longer or shorter list differs
+# An entry after all others that equals no value: a list that became longer or shorter differs
+_END_OF_VALUES = ((object(),),)
 _dict_of = attrgetter("__dict__")
 _is_dirty = attrgetter("is_dirty")
 _requires_grad = attrgetter("requires_grad")
@@ -169,9 +170,11 @@ class Snapshot:
             owner = copy_of(place.owner)
             if owner is not None:
                 self._enter(_Container(place, owner), first)
-        self._views += _END
+        self._views += _END_OF_VALUES
         of_modules = map(_read_entries, self._getters, first.modules)
-        values = chain.from_iterable(chain(of_modules, first.instances, first.views, _END))
+        values = chain.from_iterable(
+            chain(of_modules, first.instances, first.views, _END_OF_VALUES)
+        )
         counts = [*map(len, first.modules), *map(len, first.sized)]
         classes = [*map(type, self._owners)]
         self._held = [*values], counts, [*chain.from_iterable(first.named)], classes

@@ -16,7 +16,7 @@ import torch
 
 from parawrap._private_names import COMPILED_CALL
 from parawrap.engine.call import NOWHERE, Entry, Stub
-from parawrap.engine.places import ABSENT
+from parawrap.tree import ABSENT
 
 # It protects the stubs of all modules. Calls do not take it: each line below leaves a ``__dict__``
 # that another thread may call through. Reentrant: a finalizer or a signal handler may close another

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from parawrap._private_names import HOOK_TABLES
-from parawrap.tree import names_of_slots
+from parawrap.tree import ABSENT, PLAIN, names_of_slots
 
 MOST_READS = 1000  # of what another thread changes, before Python's error is raised
 MOST_COPIES = 8
@@ -26,10 +26,9 @@ MOST_COPIES = 8
 Then calls run plainly.
 """
 
-SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+SIMPLE = (*PLAIN, torch.dtype, torch.device)
 """Classes of values that a copy shares. What the model holds of them is set in the replicas."""
 
-ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "absent"})()
 LISTS = (list, deque, set)
 
 # `copy.deepcopy` makes a new object for each of these. A class of the user's may return an object

@@ -17,7 +17,7 @@ import torch
 
 from parawrap.engine.fingerprint import FindFingerprint, Fingerprint
 from parawrap.errors import ResumeError
-from parawrap.tree import flatten, replace_nodes
+from parawrap.tree import TENSORS, flatten, is_dense, replace_nodes
 
 try:
     import fcntl
@@ -28,7 +28,6 @@ _SUFFIX = ".output"
 _UNFINISHED = ".unfinished"
 _OWN_LEFTOVER = re.compile(r"[0-9a-f]{32}\.unfinished")  # other files belong to the user
 _PROTOCOL = 4  # of pickles that are compared: fixed, because another protocol gives other digests
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _OTHER_MODEL = (
     "Use another folder for this model, or map(..., check_model=False) to take the saved outputs "
     "of any model"
@@ -265,9 +264,7 @@ def digest_value(value: Any) -> bytes:
 
 
 def _has_plain_memory(leaf: Any) -> bool:
-    if type(leaf) not in _PLAIN_TENSORS or leaf.layout is not torch.strided:
-        return False
-    return not (leaf.is_quantized or leaf.is_nested)
+    return type(leaf) in TENSORS and is_dense(leaf) and not leaf.is_quantized
 
 
 def _memory_of(tensor: torch.Tensor) -> bytes:

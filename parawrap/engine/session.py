@@ -37,10 +37,9 @@ from parawrap.engine.stats import LaneStats, Stats
 from parawrap.engine.streams import Pending, Prepare, StreamSize, Tell, as_call, failed, succeeded
 from parawrap.engine.trace import Trace, timed
 from parawrap.errors import ReplicaError, SessionError, add_note
-from parawrap.tree import flatten
+from parawrap.tree import TENSORS, flatten
 
 _CPU = torch.device("cpu")
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _is_cpu = attrgetter("is_cpu")
 _TINY_NS = 100_000  # to wake a caller costs about 30 us
 _DELAY_NS = 5_000_000  # of an output that is there, as in messages to workers
@@ -353,7 +352,7 @@ class Session(Calls):
         if not state.lanes or ready.state.generation != state.generation:
             raise ReplicaError(_CHANGED)
         is_plain = ready.is_quiet and call.moment is None and not call.kwargs
-        if is_plain and _TENSORS.issuperset(map(type, call.args)):
+        if is_plain and TENSORS.issuperset(map(type, call.args)):
             replica = state.lanes[lane.index]
             replica.are_tensors_held = True  # by a graph
             output = call.entry.of(replica.target)(*call.args)
@@ -448,7 +447,7 @@ class Session(Calls):
         staged, loan = call.staged, NOTHING
         if staged is None:
             self._prepare(call, lane)
-            if call.kwargs or not _TENSORS.issuperset(map(type, call.args)):
+            if call.kwargs or not TENSORS.issuperset(map(type, call.args)):
                 given = call.args, call.kwargs
                 loan = lend(given, paths_of_containers(flatten(given)[1]))
         else:
@@ -605,6 +604,6 @@ class ThreadStream:
 
 
 def _are_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if not kwargs and _TENSORS.issuperset(map(type, args)):
+    if not kwargs and TENSORS.issuperset(map(type, args)):
         return all(map(_is_cpu, args))
     return all(device_of(leaf) in (None, _CPU) for leaf in flatten((args, kwargs))[0])

@@ -44,9 +44,9 @@ from parawrap._private_names import (
     is_compiled_module,
 )
 from parawrap.engine.called_code import captured, find_writes, is_generator
-from parawrap.engine.places import ABSENT, LISTS, MOST_READS, Place, read_items, read_slot
+from parawrap.engine.places import LISTS, MOST_READS, Place, read_items, read_slot
 from parawrap.errors import ReplicaError
-from parawrap.tree import names_of_slots
+from parawrap.tree import ABSENT, PLAIN, names_of_slots
 
 TABLES = (PARAMETERS, BUFFERS, CHILDREN)
 MODULE_TABLES = frozenset({*TABLES, *HOOK_TABLES, *NOT_CALLED})
@@ -54,9 +54,9 @@ MODULE_TABLES = frozenset({*TABLES, *HOOK_TABLES, *NOT_CALLED})
 _Part = tuple[Any, str, Place | None, Any]
 """A part of an object: the part, its path, and the place and the key where a container holds it."""
 
-# Values that lanes may share because they do not change
-_ATOMS = (
-    *(type(None), bool, numbers.Number, str, bytes, enum.Enum, type, slice, range),
+# Values that lanes may share because they do not change. Subclasses count, such as np.float64.
+_IMMUTABLE = (
+    *(*PLAIN, numbers.Number, enum.Enum, type, slice, range),
     *(
         torch.dtype,
         torch.device,
@@ -238,7 +238,7 @@ class Survey:
                 self.holders.setdefault(id(value), []).append(
                     None if place is None else (place, key)
                 )
-            if id(value) in self.owned or isinstance(value, _ATOMS):
+            if id(value) in self.owned or isinstance(value, _IMMUTABLE):
                 continue
             self.owned[id(value)], self.paths[id(value)] = value, path
             waiting += reversed([*self._parts(value, path)])
@@ -262,7 +262,7 @@ class Survey:
             keys = [
                 (key, f"{path} key", None, None)
                 for key, _ in entries
-                if not isinstance(key, _ATOMS)
+                if not isinstance(key, _IMMUTABLE)
             ]
             return [
                 *keys,

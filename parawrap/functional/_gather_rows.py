@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler, Sequential
 from parawrap.errors import GatherError
 from parawrap.functional._collectives import check_equal, gather_objects, require_group
 from parawrap.functional._rank_samplers import RankSampler
-from parawrap.tree import WholeLeaf, addresses, flatten, replace_nodes, unflatten
+from parawrap.tree import WholeLeaf, addresses, flatten, is_dense, replace_nodes, unflatten
 
 T = TypeVar("T")
 
@@ -142,12 +142,9 @@ def _check_column(leaf: Any, place: str, rows: int) -> Any:
     """Return a tensor or a list of this many rows."""
     column = leaf.value if isinstance(leaf, WholeLeaf) else leaf
     kind = type(column).__qualname__
-    is_dense = (
-        isinstance(column, Tensor) and column.layout is torch.strided and not column.is_nested
-    )
-    if type(column) is not list and (
-        not is_dense or column.dim() == 0 or hasattr(column, "full_tensor")
-    ):
+    has_rows = isinstance(column, Tensor) and is_dense(column) and column.dim() > 0
+    is_shard = hasattr(column, "full_tensor")
+    if type(column) is not list and (is_shard or not has_rows):
         msg = (
             f"{place} is a {kind}. gather_rows takes dense tensors with rows on dim 0, and lists "
             "with one item per row"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parawrap.functional._collectives import check_equal, gather_objects, require_group
-from parawrap.tree import addresses, flatten, unflatten
+from parawrap.tree import addresses, flatten, is_dense, unflatten
 
 T = TypeVar("T")
 
@@ -85,12 +85,7 @@ def _as_tensor(leaf: Any, place: str) -> Tensor:
     """Return a value as an integer or float64 tensor on the CPU. MPS does not support float64."""
     if isinstance(leaf, Real):
         return torch.tensor(float(leaf), dtype=torch.float64, device="cpu")
-    if (
-        not isinstance(leaf, Tensor)
-        or leaf.layout is not torch.strided
-        or leaf.is_nested
-        or hasattr(leaf, "full_tensor")
-    ):
+    if not isinstance(leaf, Tensor) or not is_dense(leaf) or hasattr(leaf, "full_tensor"):
         kind = type(leaf).__qualname__
         msg = (
             f"{place} is a {kind}, not a number or a dense tensor. Leave it out, or give its "

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from parawrap.errors import GatherError
 from parawrap.functional._collectives import gather_objects, require_group
 from parawrap.functional._seeds_and_modules import unwrap
-from parawrap.tree import address, flatten, replace_nodes, unflatten
+from parawrap.tree import address, flatten, is_dense, replace_nodes, unflatten
 
 # The bytes of one collective. They are copied into one tensor, and a device may lack the memory for
 # a copy of the whole model.
@@ -240,9 +240,8 @@ def _find_problem(
             return f"{name} has no shape yet. Run the model once in all ranks before."
         if hasattr(tensor, "full_tensor"):
             return f"{name} is a {kind}, a shard of the values: each rank has others. {load}"
-        has_own_values = tensor.layout is torch.strided and not tensor.is_nested
         has_parts = hasattr(tensor, "__tensor_flatten__")  # a class whose values are other tensors
-        if not has_own_values or has_parts or tensor.is_quantized or tensor.is_meta:
+        if not is_dense(tensor) or has_parts or tensor.is_quantized or tensor.is_meta:
             form = f"{kind} on {tensor.device} with {tensor.layout} and {tensor.dtype}"
             return f"{name} is a {form}. sync copies dense tensors with data. {load}"
     return None

@@ -109,7 +109,7 @@ class Packer(Block):
 
         The rest of its storage stays: a shard is a view of the whole batch.
         """
-        if not _is_plain(tensor):
+        if not _is_described_by_elements(tensor):
             raise _NotPlainError
         shape, length, stride = tuple(tensor.shape), tensor.nbytes, None
         if not tensor.is_contiguous():
@@ -204,7 +204,7 @@ def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_described_by_elements(tensor: torch.Tensor) -> bool:
     """True if elements, shape, and strides describe the tensor completely."""
     return (
         tensor.layout is torch.strided
@@ -235,7 +235,9 @@ def _trim_tensors(value: Any) -> Any:
     leaves, spec = flatten(value)
     groups: dict[int, list[torch.Tensor]] = {}
     for leaf in leaves:
-        if type(leaf) is torch.Tensor and not leaf.__dict__ and _is_plain(leaf.detach()):
+        if type(leaf) is not torch.Tensor or leaf.__dict__:
+            continue
+        if _is_described_by_elements(leaf.detach()):
             groups.setdefault(leaf.untyped_storage().data_ptr(), []).append(leaf)
     trimmed: dict[int, torch.Tensor] = {}
     for tensors in groups.values():

@@ -32,13 +32,11 @@ from parawrap.processes.definitions import adapt_class, is_generic, reduce_gener
 from parawrap.processes.held_signals import HeldSignals
 from parawrap.processes.refusals import reason_of_mode, reason_to_refuse
 from parawrap.processes.shared_memory import ALIGNMENT, Block
+from parawrap.tree import PLAIN, TENSORS, is_dense
 
 _LENGTH = struct.Struct("<Q")
 _MOST_STEPS = 5  # levels of nesting; deeper paths are useless in a message
 _MOST_REFUSED = 64  # parts that are searched for an address; a guess: it takes 0.1 s then
-_PLAIN = (type(None), bool, int, float, str, bytes)
-_ATOMS = (*_PLAIN, complex)
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 _DESCRIPTORS_IN_C = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _CACHED: Any = type(functools.cache(len))
@@ -94,7 +92,7 @@ def pack(
         UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as
             a path from `address`.
     """
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return Packed([pickle.dumps(value, 5)], [])
     buffers: list[memoryview] = []
     stream = PickleStream()
@@ -140,7 +138,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is _CACHED and _goes_by_value(obj.__module__):
             return _make_cached, (obj.__wrapped__, obj.cache_parameters())
-        if type(obj) in _PLAIN_TENSORS and _is_dense(obj):
+        if type(obj) in TENSORS and _is_described_by_memory(obj):
             return self._reduce_tensor(obj)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
             return _storage, (pickle.PickleBuffer(_bytes_of(obj)),)
@@ -300,15 +298,14 @@ def _make_cached(function: Callable[..., Any], parameters: Mapping[str, Any]) ->
 # -- tensors
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def _is_described_by_memory(tensor: torch.Tensor) -> bool:
     """True if memory, shape, and strides describe the tensor completely.
 
     torch pickles other tensors.
     """
     return (
-        tensor.layout is torch.strided
+        is_dense(tensor)
         and tensor.device.type != "meta"
-        and not tensor.is_nested
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.__dict__)
     )
 
@@ -422,7 +419,7 @@ class _Unpicklable(NamedTuple):
 
 def _refusal(value: Any) -> Exception | None:
     """Return the exception from pickling this value, or None if it succeeds."""
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return None
     buffers: list[memoryview] = []
     try:
@@ -455,7 +452,7 @@ def _descend(
         return whole
     is_cause = True
     for part, place in _parts(whole.value, whole.address):
-        if isinstance(part, _ATOMS):
+        if isinstance(part, PLAIN):
             continue
         if id(part) in refused or len(refused) == _MOST_REFUSED:
             is_cause = False

@@ -45,6 +45,7 @@ from parawrap.processes.pickling import (
     received_classes,
 )
 from parawrap.processes.shared_memory import Block
+from parawrap.tree import ABSENT, PLAIN
 
 _MAIN = "__main__"
 _IMPORTED = "import "  # begins the key of a module's globals, which the rank has by import
@@ -64,8 +65,6 @@ _WRAPPERS = (
 )
 # their attributes
 _WRAPPED = ("func", "dispatcher", "args", "keywords", "__func__", "__self__", "fget", "fset")
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_MISSING = object()
 _LARGEST_KEPT = 4096  # bytes of a text in a closure of a function that is kept
 _MOST_FUNCTIONS = 32  # that ranks keep; a guess: a loop of training and evaluation calls a few
 _UNASSIGNED = types.CellType()  # equals the cell of a variable that is not assigned yet
@@ -188,12 +187,12 @@ class SentScript:
         deleted = [
             name
             for name, value in used
-            if value is _MISSING and name in self._sent and name not in self._owned
+            if value is ABSENT and name in self._sent and name not in self._owned
         ]
         new = {
             name: (value, _contents_of(value))
             for name, value in used
-            if value is not _MISSING and self.must_send(name, value)
+            if value is not ABSENT and self.must_send(name, value)
         }
         parts = parts_of(function) if self._imports and not (bound_to or new or deleted) else None
         key = None
@@ -291,13 +290,13 @@ class SentScript:
         """True for a global that the ranks lack."""
         if name in self._owned or name[0].startswith(_IMPORTED):
             return False
-        sent, contents = self._sent.get(name, (_MISSING, None))
+        sent, contents = self._sent.get(name, (ABSENT, None))
         return sent is not value or (contents is not None and contents.differ_from(value))
 
     def _globals_used_by(self, function: Any) -> Iterator[tuple[Name, Any]]:
         """Yield the globals that a function uses, also through what travels by value with it.
 
-        The value of a name that is not a global is `_MISSING`: it may be a builtin, or a global
+        The value of a name that is not a global is `ABSENT`: it may be a builtin, or a global
         that was deleted.
         """
         seen: set[int] = set()
@@ -319,7 +318,7 @@ class SentScript:
                 ]
                 todo += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
                 for name in names_in_code(value.__code__):
-                    part = value.__globals__.get(name, _MISSING)
+                    part = value.__globals__.get(name, ABSENT)
                     yield (self.space_of(value.__globals__), name), part
                     todo.append(part)
             elif isinstance(value, type):
@@ -332,7 +331,7 @@ class SentScript:
                     todo += value.values() if isinstance(value, dict) else value
             elif isinstance(value, torch.nn.Module):
                 todo += {type(module) for module in value.modules()}
-            elif not isinstance(value, (types.ModuleType, *_PLAIN)):
+            elif not isinstance(value, (types.ModuleType, *PLAIN)):
                 todo.append(type(value))
                 own = [*getattr(value, "__dict__", {}).items()]
                 todo += [
@@ -513,12 +512,12 @@ def parts_of(function: Any) -> list[Any] | None:
         return None
     by_key = [part for pair in (function.__kwdefaults__ or {}).items() for part in pair]
     values = [*(function.__defaults__ or ()), *by_key, *_contents_of_cells(function)]
-    if not all(type(each) in _PLAIN for each in values):  # also a variable that is not assigned yet
+    if not all(type(each) in PLAIN for each in values):  # also a variable that is not assigned yet
         return None
     if any(isinstance(each, (str, bytes)) and len(each) > _LARGEST_KEPT for each in values):
         return None
     annotations = [part for pair in function.__annotations__.items() for part in pair]
-    if not all(isinstance(each, (*_PLAIN, type)) for each in annotations):
+    if not all(isinstance(each, (*PLAIN, type)) for each in annotations):
         return None
     names = [function.__name__, function.__qualname__, function.__module__, function.__doc__]
     is_in_main = vars(sys.modules[_MAIN]).get(function.__qualname__) is function
@@ -646,7 +645,7 @@ class ScriptOfRank:
             before = self._received.get(space, {})
             for name, value in list(values.items()):  # threads may change it
                 if (
-                    before.get(name, _MISSING) is not value
+                    before.get(name, ABSENT) is not value
                     and (space, name) not in self._owned
                     and not name.startswith("__")
                 ):

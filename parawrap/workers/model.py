@@ -22,9 +22,9 @@ from parawrap.engine.replicas import home_of
 from parawrap.engine.survey import Survey
 from parawrap.errors import SessionError, UnsendableError
 from parawrap.processes.pickling import Packed, ValuePickler, pack
+from parawrap.tree import ABSENT
 
 SEEDS = 1 << 63  # torch takes 64 bits, and a sum of two must not overflow
-_ABSENT = object()
 
 GENERATOR_STAYS = (
     "a random generator, which cannot be shared with workers. Use a default generator, "
@@ -216,7 +216,7 @@ class SentModel:
                 continue
             found.append(each.__code__)
             found += [part for _, part in captured(each)]
-            found += [each.__globals__.get(name, _ABSENT) for name in names]
+            found += [each.__globals__.get(name, ABSENT) for name in names]
         return found
 
 

@@ -17,19 +17,19 @@ import torch
 
 from parawrap._private_names import version_of
 from parawrap.engine.rules.splitter import Splitter, refuse_update
-from parawrap.tree import names_of_slots
+from parawrap.tree import ABSENT, PLAIN, names_of_slots
 
 FindRules = Callable[[object], Splitter | None]
 """Returns the rules of a value; None if its class has no rules of its own."""
 
-# Values without entries. Their Python code and their weights are not searched.
-_ATOMS = (
-    *(type(None), str, bytes, int, float, complex, range, type, torch.nn.Module),
+# A state ends at these: plain values hold nothing, code is no state, and the weights of a module
+# belong to the model.
+_NOT_SEARCHED = (
+    *(*PLAIN, range, type, torch.nn.Module),
     *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
 )
-# Values that cannot change, and that a lane may make again.
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.Size, torch.dtype)
-_MISSING: Any = object()
+# Values that cannot change. A lane may make an equal one, which then replaces nothing.
+_COMPARED_BY_VALUE = (*PLAIN, range, torch.Size, torch.dtype)
 
 
 # Sequences
@@ -70,7 +70,7 @@ def list_state(value: object, find_rules: FindRules) -> list[Any]:
     while waiting:
         each = waiting.pop()
         found.append(each)
-        if isinstance(each, _ATOMS) or id(each) in seen:
+        if isinstance(each, _NOT_SEARCHED) or id(each) in seen:
             continue
         seen.add(id(each))
         rules = None if each is value else find_rules(each)
@@ -128,7 +128,7 @@ def is_unchanged(old: Any, new: Any) -> bool:
         return True
     if type(old) is not type(new):
         return False
-    if isinstance(old, _PLAIN):
+    if isinstance(old, _COMPARED_BY_VALUE):
         return bool(old == new)
     if not isinstance(old, torch.Tensor):
         return False
@@ -162,9 +162,9 @@ def put_state(value: Any, joined: Any, find_rules: FindRules) -> None:
         refuse_update(value, "an object of this class cannot be changed")
     for name in slots:
         # Names are set around `__setattr__`, which a frozen class refuses.
-        new = getattr(joined, name, _MISSING)
-        if new is not _MISSING:
-            merged = _merge(getattr(value, name, _MISSING), new, find_rules)
+        new = getattr(joined, name, ABSENT)
+        if new is not ABSENT:
+            merged = _merge(getattr(value, name, ABSENT), new, find_rules)
             object.__setattr__(value, name, merged)
         elif hasattr(value, name):
             object.__delattr__(value, name)
@@ -179,7 +179,7 @@ def _put_attributes(old: dict[str, Any], new: dict[str, Any], find_rules: FindRu
     for name in deleted:
         del old[name]
     for name, attribute in new.items():
-        old[name] = _merge(old.get(name, _MISSING), attribute, find_rules)
+        old[name] = _merge(old.get(name, ABSENT), attribute, find_rules)
 
 
 def _put_items(value: Any, joined: Any, find_rules: FindRules) -> bool:
@@ -191,7 +191,7 @@ def _put_items(value: Any, joined: Any, find_rules: FindRules) -> bool:
     elif isinstance(value, list):
         # The caller's list may be shorter or longer than the joined one.
         old = list.copy(value)
-        old += [_MISSING] * (len(joined) - len(old))
+        old += [ABSENT] * (len(joined) - len(old))
         pairs = zip(old, list.__iter__(joined), strict=False)
         merged = [_merge(*pair, find_rules) for pair in pairs]
         # One step: another thread sees the old items or the new ones.
@@ -223,8 +223,7 @@ def _put_dict(old: dict[Any, Any], new: dict[Any, Any], base: Any, find_rules: F
     if old is new:
         return
     entries = {
-        key: _merge(dict.get(old, key, _MISSING), entry, find_rules)
-        for key, entry in dict.items(new)
+        key: _merge(dict.get(old, key, ABSENT), entry, find_rules) for key, entry in dict.items(new)
     }
     base.clear(old)
     for key, entry in entries.items():
@@ -243,7 +242,7 @@ def _put_tensor(value: torch.Tensor, joined: torch.Tensor) -> None:
 
 def _merge(old: Any, new: Any, find_rules: FindRules) -> Any:
     """Return the entry that replaces `old`: itself where it can take the state of the new one."""
-    if old is _MISSING:
+    if old is ABSENT:
         return new
     if is_unchanged(old, new):
         return old

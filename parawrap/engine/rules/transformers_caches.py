@@ -31,7 +31,9 @@ _ROW_DIMS = {
 }
 _WRITTEN_IN_PLACE = ("conv_states", "recurrent_states")  # also in layers that are not static
 _CONTAINERS = (dict, list, tuple)
-_PLAIN = (type(None), bool, int, float, str, type, torch.dtype, torch.device)
+# Classes of the settings of a cache, which are the same for all rows. Fewer than `PLAIN` of `tree`:
+# a cache with an attribute of any other class is refused.
+_SETTINGS = (type(None), bool, int, float, str, type, torch.dtype, torch.device)
 
 
 def is_cache(value: object) -> bool:
@@ -218,7 +220,7 @@ def _refuse_unknown_layout(state: Any) -> None:
 
 def _row_dim(owner: object, name: str, value: object) -> int | None:
     """Return the dim that the rows of an attribute lie on; None if it is the same for all rows."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _SETTINGS):
         return None
     if not isinstance(value, torch.Tensor):
         _refuse_to_cut(owner, f"its {name} is of type {type(value).__name__}")
