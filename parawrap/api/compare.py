@@ -344,9 +344,10 @@ def compare(
     largest_gradient = largest_of(plain_gradients)
     ways = []
     for name, times in seconds.items():
-        outputs = difference(answers[name][0], plain_outputs)
-        gradients = difference(answers[name][1], plain_gradients, largest=largest_gradient)
-        ways.append(Way(name, tuple(times), outputs, gradients if train else None))
+        outputs, gradients = answers[name]
+        of_outputs = difference(outputs, plain_outputs)
+        of_gradients = difference(gradients, plain_gradients, largest=largest_gradient)
+        ways.append(Way(name, tuple(times), of_outputs, of_gradients if train else None))
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     title = f"{repr(block)[:-1]}{given}): {compared}, {rounds} rounds of {calls} calls"
     has_workers = is_platform(devices) or options.get("workers") == "process"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -69,6 +69,13 @@ def submodule(module: Any, name: str) -> Any:
         return None
 
 
+class _Engine(NamedTuple):
+    """The session of a `DataParallel`, and the settings that it was made for."""
+
+    settings: tuple[Any, ...]
+    session: Session
+
+
 @public
 class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
     """Split each batch over several devices: a subclass of torch.nn.DataParallel with the same API.
@@ -116,8 +123,7 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         (torch.Size([30, 5]), ['module.weight', 'module.bias'])
     """
 
-    # The session's settings, and the session
-    _engine: tuple[tuple[Any, ...], Session] | None = None
+    _engine: _Engine | None = None
 
     def __init__(
         self,
@@ -146,7 +152,7 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         with self._changing:
             engine, self._engine = self._engine, None
         if engine is not None:
-            engine[1].close()
+            engine.session.close()
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and unpickled instances start their own lanes.
@@ -246,16 +252,17 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
 
     def _session(self) -> Session:
         """Return the session for the current `module`, `dim`, and `device_ids`."""
-        settings = self.dim, tuple(self.device_ids)
+        module, settings = self.module, (self.dim, tuple(self.device_ids))
         engine = self._engine
-        if engine is not None and engine[1].target is self.module and engine[0] == settings:
-            return engine[1]
+        if engine and engine.session.target is module and engine.settings == settings:
+            return engine.session
         with self._changing:
-            engine = self._engine
-            if engine is None or engine[1].target is not self.module or engine[0] != settings:
-                self.close()
-                engine = self._engine = settings, self._new_session()
-            return engine[1]
+            engine = self._engine  # another thread may have made it meanwhile
+            if engine and engine.session.target is module and engine.settings == settings:
+                return engine.session
+            self.close()
+            engine = self._engine = _Engine(settings, self._new_session())
+            return engine.session
 
     def _new_session(self) -> Session:
         self._lanes = tuple(device_named(device_id) for device_id in self.device_ids)

@@ -608,7 +608,10 @@ class Borrowed:
         for loan in self._loans:
             part, before = loan.objects[index][0], loan.attributes[index].get(name)
             now = _read_versions(part).get(name)
-            if before is None or now is None or now[0] is not before[0] or now[1] != before[1]:
+            if before is None or now is None:
+                return True
+            (value, version), (value_before, version_before) = now, before
+            if value is not value_before or version != version_before:
                 return True
         return False
 

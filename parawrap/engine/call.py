@@ -68,7 +68,10 @@ _TURNS = (
 
 
 NOWHERE: Any = (lambda: None, None)
-"""The route of a stub before a block opens and after it has ended: the stub calls plainly."""
+"""The route of a stub before a block opens and after it has ended: the stub calls plainly.
+
+The lambda stands for a weak reference whose object is gone, so a stub checks for None alone.
+"""
 
 
 class Stub(wrapt.CallableObjectProxy[Callable[..., Any]]):

@@ -199,9 +199,9 @@ class _Join:
         if TENSOR.issuperset(map(type, column)):
             return self._join_leaves(column, declared)
         # Sequences are leaves here: their lengths may differ, with one item per row.
-        first = flatten(column[0], _is_sequence)
-        spec = first[1]
-        of_lanes = [first[0]]
+        around = flatten(column[0], _is_sequence)
+        first_leaves, spec = around
+        of_lanes = [first_leaves]
         for lane, value in enumerate(column[1:], start=1):
             leaves, other = flatten(value, _is_sequence)
             if other != spec:
@@ -217,7 +217,7 @@ class _Join:
         for path, parts, each in zip(spec.paths(), columns, declarations, strict=True):
             # A refusal leaves the path as it is: the message names the place.
             self.path += path
-            joined.append(self._join_leaves(parts, each, first))
+            joined.append(self._join_leaves(parts, each, around))
             del self.path[depth:]
         return unflatten(spec, joined)
 
@@ -424,7 +424,8 @@ class _Join:
 
     def _may_be_rows(self, declared: Declared) -> bool:
         """True if 0-d tensors may be rows of a model that squeezes a batch of one row."""
-        if self.lanes == 1 or max(self.rows or [0]) != 1:
+        most_rows = max(self.rows) if self.rows else 0
+        if self.lanes == 1 or most_rows != 1:
             return False
         # The user who names this place, or gives a function of its values, knows it for a number.
         if declared.names_reduce or declared.reduce not in ("mean", "sum"):
@@ -817,7 +818,7 @@ class _Join:
         if TENSOR.issuperset(map(type, column)):
             return None
         taken_apart = [flatten(value, partial(_is_other, value)) for value in column]
-        spec = taken_apart[0][1]
+        _, spec = taken_apart[0]
         if spec.is_leaf() or any(other != spec for _, other in taken_apart):
             return None
         if type(column[0]) in SEQUENCES:

@@ -165,9 +165,10 @@ def _find_other_dim(
     dims = range(min(len(part.shape) for part in column))
     counts = {each: count_per_row(column, rows, each) for each in dims}
     found = [(each, count) for each, count in counts.items() if count is not None]
-    if len(found) != 1 or found[0][0] == dim:
+    if len(found) != 1:
         return None
-    return found[0]
+    ((other_dim, count),) = found
+    return None if other_dim == dim else (other_dim, count)
 
 
 # Cures of one place

@@ -181,8 +181,9 @@ class Replicas:
         A model whose forward may write buffers unseen is made again for each call, and whole calls
         go on: it is the same model.
         """
-        is_other = changes or before.have_sources_changed() or before.has_written_tensors()
-        return before.generation + bool(is_other)
+        if changes or before.have_sources_changed() or before.has_written_tensors():
+            return before.generation + 1
+        return before.generation
 
     def _know_nothing(self, generation: int) -> ModelState[Replica]:
         """Return the state before the first refresh, which is not that of any model."""

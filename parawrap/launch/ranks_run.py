@@ -145,9 +145,9 @@ class RanksRun(PoolRun):
         self._queue: deque[RanksCall] = deque()
         # By the handle. Calls that are in the queue are still made
         self.is_closed = False
-        # That the ranks may be one step apart. Its only item goes with the first such error, and
-        # comes back with the next call that succeeds
-        self._right_to_warn = [True]
+        # That the ranks may be one step apart. The first such error takes the lock and keeps it;
+        # the next call that succeeds puts a new one here
+        self._right_to_warn = threading.Lock()
 
     # -- any thread
 
@@ -184,10 +184,9 @@ class RanksRun(PoolRun):
 
     def take_right_to_warn(self) -> bool:
         """Return True for the first error after which the ranks may be one step apart."""
-        # `pop` is atomic: errors may be raised in several threads at once
-        with contextlib.suppress(IndexError):
-            return self._right_to_warn.pop()
-        return False
+        # A lock that is never released: errors may be raised in several threads at once, and only
+        # one thread acquires it
+        return self._right_to_warn.acquire(blocking=False)
 
     def check_open(self, name: str) -> None:
         """Raise LaunchError if the ranks have ended, or this process did not open them."""
@@ -432,7 +431,7 @@ class RanksRun(PoolRun):
         """Note the end of a call."""
         ending = pool.finish(request.call)
         if ending.is_success:
-            self._right_to_warn = [True]
+            self._right_to_warn = threading.Lock()
         # Without process groups, no call keeps the states of the ranks equal
         elif ending.is_uneven and not pool.is_ending and self.job.platform.requires_ipc:
             have_begun = set(request.call.ranks) - request.call.unloaded

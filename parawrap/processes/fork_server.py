@@ -125,6 +125,8 @@ class _Server:
         self._idle: list[int] = []  # process ids of keepers that wait for a request
         self._stale: set[int] = set()  # keepers that lack modules which were imported since
         self._wanted: set[int] = set()  # numbers of modules that ranks have imported
+        # Numbers of two kinds arrive: ranks write those of modules, of which there are few, and
+        # Python writes SIGCHLD, the only signal with a handler, which is 17 or more on Linux
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         # A handler of Python, so that the number of the signal is written to the pipe
@@ -261,7 +263,7 @@ class _Server:
 
     def _load(self) -> None:
         """Import the modules that ranks have imported, so that later ranks start with them."""
-        for number, name in enumerate(_PRELOADABLE):  # the numbers of signals are higher
+        for number, name in enumerate(_PRELOADABLE):
             if number in self._wanted and name not in sys.modules:
                 # A rank that needs the module reports the error itself
                 with contextlib.suppress(Exception):

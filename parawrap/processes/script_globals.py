@@ -99,6 +99,14 @@ class PackedCall(NamedTuple):
         return isinstance(self.item, range)
 
 
+class _KeptFunction(NamedTuple):
+    """A function that the ranks keep under a key, and the parts that it had when it was sent."""
+
+    key: int
+    function: Any  # so that no other function gets its id
+    parts: list[Any]
+
+
 class _KeptFunctions:
     """The functions that the ranks keep, so that a later call sends only its arguments.
 
@@ -109,14 +117,15 @@ class _KeptFunctions:
     def __init__(self) -> None:
         self._keys = count()
         # By the id of the function, which stays alive here
-        self._kept: dict[int, tuple[int, Any, list[Any]]] = {}
+        self._kept: dict[int, _KeptFunction] = {}
         self._gone: list[int] = []  # keys that the ranks may forget, and have not been told
 
     def key_of(self, function: Any, parts: list[Any]) -> int | None:
         """Return the key of a function, if the ranks have it as it is now."""
-        key, _, before = self._kept.get(id(function), (None, None, []))
-        is_same = key is not None and len(parts) == len(before) and all(map(is_, parts, before))
-        return key if is_same else None
+        kept = self._kept.get(id(function))
+        if kept is None or len(parts) != len(kept.parts) or not all(map(is_, parts, kept.parts)):
+            return None
+        return kept.key
 
     def next_key(self) -> int:
         """Return a key that no function has."""
@@ -125,9 +134,10 @@ class _KeptFunctions:
     def gone_with(self, function: Any) -> list[int]:
         """Return the keys that the ranks may forget if they get this function."""
         if id(function) in self._kept:
-            return [*self._gone, self._kept[id(function)][0]]
+            return [*self._gone, self._kept[id(function)].key]
         if len(self._kept) >= _MOST_FUNCTIONS:
-            return [*self._gone, next(iter(self._kept.values()))[0]]
+            oldest = next(iter(self._kept.values()))
+            return [*self._gone, oldest.key]
         return [*self._gone]
 
     def note(self, key: int, function: Any, parts: list[Any]) -> None:
@@ -135,18 +145,18 @@ class _KeptFunctions:
         before = self._kept.pop(id(function), None)
         if before is None and len(self._kept) >= _MOST_FUNCTIONS:
             del self._kept[next(iter(self._kept))]
-        if before is None or before[0] != key:
+        if before is None or before.key != key:
             self._gone.clear()  # a function that comes brings them
-        self._kept[id(function)] = key, function, parts
+        self._kept[id(function)] = _KeptFunction(key, function, parts)
 
     def drop(self, function: Any) -> None:
         """Forget a function that did not reach all ranks."""
         if (before := self._kept.pop(id(function), None)) is not None:
-            self._gone.append(before[0])
+            self._gone.append(before.key)
 
     def drop_all(self) -> None:
         """Forget all functions: the ranks may have them otherwise than they would be sent now."""
-        self._gone += [key for key, *_ in self._kept.values()]
+        self._gone += [kept.key for kept in self._kept.values()]
         self._kept.clear()
 
 
@@ -469,7 +479,9 @@ class _CallPickler(ValuePickler):
         return reduced
 
     def _leave_out_known_globals(self, function: types.FunctionType, reduced: Any) -> None:
-        slots = reduced[2][1]  # of cloudpickle's state of a function
+        # cloudpickle reduces a function to a constructor, its arguments, and a state, which is the
+        # attributes of the function, and its other parts by name, such as its globals
+        _constructor, _arguments, (_attributes, slots), *_ = reduced
         space = self._script.space_of(function.__globals__)
         slots["__globals__"] = {
             name: value

@@ -90,9 +90,8 @@ class Settings:
         torch.default_generator.manual_seed(self.seed)  # the other generators are seeded from it
         torch.set_default_dtype(self.dtype)
         if self.deterministic != (False, False):  # the first call takes a second
-            torch.use_deterministic_algorithms(
-                self.deterministic[0], warn_only=self.deterministic[1]
-            )
+            is_enabled, warn_only = self.deterministic
+            torch.use_deterministic_algorithms(is_enabled, warn_only=warn_only)
         if self.precision not in (None, _precision()):
             torch.set_float32_matmul_precision(self.precision)
         torch.backends.cudnn.benchmark = self.cudnn_benchmark

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,6 +62,13 @@ def devices_of(platform: Platform) -> list[torch.device]:
 # -- in this process
 
 
+class _StoredModel(NamedTuple):
+    """A packed model, and its reference in the object store."""
+
+    packed: Packed
+    reference: Any
+
+
 class RayWorkers:
     """Starts the workers of one session, each with the share of one rank.
 
@@ -74,7 +81,7 @@ class RayWorkers:
         self._ray: Any = None
         self._reservation: Reservation | None = None
         self._has_ended = False
-        self._stored: tuple[Packed | None, Any] = None, None
+        self._stored: _StoredModel | None = None  # the last one
 
     def start(self, lane: int, seed: int) -> RayWorker:
         """Start the worker of a lane.
@@ -131,7 +138,8 @@ class RayWorkers:
         May be called again.
         """
         self._has_ended = True
-        reservation, self._reservation, self._stored = self._reservation, None, (None, None)
+        self._stored = None
+        reservation, self._reservation = self._reservation, None
         if reservation is not None:
             reservation.end()
 
@@ -147,11 +155,13 @@ class RayWorkers:
 
     def _store(self, packed: Packed) -> Any:
         """Return the reference of a packed model in the object store. All workers share it."""
-        if self._stored[0] is not packed:
+        stored = self._stored
+        if stored is None or stored.packed is not packed:
             import numpy as np
 
-            self._stored = packed, self._ray.put(np.frombuffer(packed.to_bytes(), dtype=np.uint8))
-        return self._stored[1]
+            reference = self._ray.put(np.frombuffer(packed.to_bytes(), dtype=np.uint8))
+            stored = self._stored = _StoredModel(packed, reference)
+        return stored.reference
 
 
 class RayWorker:
@@ -237,7 +247,8 @@ def _open_parcel(parcel: Parcel) -> tuple[Any, memoryview]:
 
     It owns its memory: arrays from Ray's object store are read-only.
     """
-    return pickle.loads(parcel[0]), aligned_copy(memoryview(parcel[1]))
+    body, block = parcel
+    return pickle.loads(body), aligned_copy(memoryview(block))
 
 
 # -- in the worker

@@ -218,17 +218,17 @@ class ModelServer:
         versions = [*map(_version_of, given)]
         made = self._run(form, args, kwargs)
         output = mark_arguments(made, loan)
-        is_returned = output is not made
+        has_marks = output is not made
         self._replicas.unkept.warn()
         if contents is not None:
             contents.check()
         changes = read_changes(loan)
         now = [*map(_version_of, given)]
-        if now == versions and changes is None and not is_returned:
+        if now == versions and changes is None and not has_marks:
             return output, None
         triples = zip(given, versions, now, strict=True)
         tensors = [each if one != other else None for each, one, other in triples]
-        return output, Written(tensors, changes, is_returned)
+        return output, Written(tensors, changes, has_marks)
 
     def _run(self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call from the model's state. What it writes into the model does not stay.

@@ -128,11 +128,15 @@ class WorkerCall:
             ):
                 registry = _given_warnings.setdefault(filename, {})
                 warnings.warn_explicit(text, category, filename, line, registry=registry)
-            error: BaseException | None = None if answer.error is None else unpack(answer.error[0])
+            error: BaseException | None = None
+            where = ""
+            if answer.error is not None:
+                packed_error, where = answer.error
+                error = unpack(packed_error)
             if self.record is not None and lane is not None:
                 self.record(lane.index, answer.start, answer.end, error)
-            if answer.error is not None and error is not None:
-                add_note(error, f"raised in {lane}, with this traceback:\n{answer.error[1]}")
+            if error is not None:
+                add_note(error, f"raised in {lane}, with this traceback:\n{where}")
                 raise error
             same = torch.is_inference_mode_enabled() == request.form.is_inference
             # of the plain call's tensors
@@ -143,7 +147,7 @@ class WorkerCall:
                 written: Written = restore(answer.written, block)
                 given = self.given or Given((self.args, self.kwargs or {}))
                 write_back(written, given)
-                return given.resolve(output) if written.is_returned else output
+                return given.resolve(output) if written.has_marks else output
         except BaseException as error:
             if request.form.is_whole and lane is not None:
                 add_note(error, f"in {lane}")

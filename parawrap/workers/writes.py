@@ -34,12 +34,12 @@ class Written(NamedTuple):
         tensors: For each leaf of the arguments its new value, or None if the call has not written
             it.
         changes: The new entries of containers, and objects with rules; None if there are none.
-        is_returned: True if the output has marks in the places of arguments.
+        has_marks: True if the output has marks in the places of arguments.
     """
 
     tensors: Sequence[torch.Tensor | None]
     changes: Changes | None
-    is_returned: bool
+    has_marks: bool
 
 
 class PickledContents:
@@ -59,12 +59,12 @@ class PickledContents:
         """Raise SessionError if an object has other contents."""
         now = self._read()
         if now != self._before:
-            again = self._read()  # a class may make new parts each time that it is pickled
-            if any(
-                before != after == still
-                for before, after, still in zip(self._before, now, again, strict=True)
-            ):
-                raise SessionError(_INTO_OTHERS)
+            again = self._read()
+            for before, after, still in zip(self._before, now, again, strict=True):
+                # A class may make new parts each time that it is pickled: then nothing is known
+                is_comparable = after == still
+                if is_comparable and before != after:
+                    raise SessionError(_INTO_OTHERS)
 
     def _read(self) -> list[Any]:
         return [self._pickle(each) for each in self._values]
