@@ -589,7 +589,9 @@ class Calls:
 
     def _hand_over(self, output: Any, used: Sequence[Replica]) -> Any:
         """Return the output without what the lanes keep. What all lanes returned is lane 0's."""
-        if self.rules.join == "list" and type(output) is list and len(output) == len(used):
+        # With join="list", the output has an item per lane, each of another lane's replica
+        is_per_lane = type(output) is list and len(output) == len(used)
+        if self.rules.join == "list" and is_per_lane:
             return [*map(hand_over, output, used)]
         return hand_over(output, used[0])
 

@@ -375,9 +375,9 @@ class _Join:
             return value
         # A zero is a label or a token in other outputs, so only one output of floats gets it.
         self.padded += 1
-        if self.padded > 1 or not is_float:
-            if self.padded > 1:
-                refuse(_MANY_PADDED)
+        if self.padded > 1:
+            refuse(_MANY_PADDED)
+        if not is_float:
             refuse(f"it holds {dtype}, and no padding is right for every output")
         return 0
 

@@ -477,14 +477,15 @@ def _say_what(refused: Sequence[OutputPlace], rows: Sequence[int] | None) -> str
         (place,) = refused
         returned, why = _describe(place)
         if returned:
-            why = f"{lanes} returned {returned}{why and ', '}{why}"
+            why = ", ".join(filter(None, [f"{lanes} returned {returned}", why]))
         return f"{place.name} cannot be joined: {why}"
     said = []
     reasons: set[str] = set()
     for place in refused[:_MOST_LISTED]:
         returned, why = _describe(place)
         # A reason is given once, for the first of several outputs
-        parts = [returned] if returned and why in reasons else [returned, why]
+        is_repeated = bool(returned) and why in reasons
+        parts = [returned] if is_repeated else [returned, why]
         said.append(f"{place.name}: {', '.join(filter(None, parts))}")
         reasons.add(why)
     more = ""

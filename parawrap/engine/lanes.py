@@ -230,33 +230,34 @@ class CallParts:
 
     def run(self, group: tuple[int, ...]) -> None:
         """Run the parts of a group, each as its lane's work. The first failure ends it."""
-        failed = False
+        has_failed = False
         context = contextvars.copy_context() if len(group) > 1 else None
-        for at, index in enumerate(group):
-            at_lane = index % len(self.lanes)
-            lane, task = self.lanes[at_lane], self.tasks[index]
-            if context is not None and at > 0:  # it finds no variable that an earlier part has set
+        for position, index in enumerate(group):
+            lane_index = index % len(self.lanes)
+            lane, task = self.lanes[lane_index], self.tasks[index]
+            # A part finds no context variable that an earlier part of the group has set
+            if context is not None and position > 0:
                 task = partial(context.copy().run, task)
                 if self.moments:
                     # Turns are turns on the devices too, which run what lanes have queued
-                    earlier = [self.lanes[before % len(self.lanes)] for before in group[:at]]
+                    earlier = [self.lanes[before % len(self.lanes)] for before in group[:position]]
                     task = partial(_run_after, earlier, task)
             with lane.lock:  # no interrupt comes between this line and the next
                 start, before = perf_counter_ns(), here.lane
                 try:
                     here.lane = lane
                     self.outputs[index] = (
-                        lane.streams.run(task, self.moments[at_lane]) if self.moments else task()
+                        lane.streams.run(task, self.moments[lane_index]) if self.moments else task()
                     )
                 except BaseException as error:  # noqa: BLE001  # a lane outlives its tasks
                     drop_own_frames(error)
                     self.errors.append((index, error))
-                    failed = True
+                    has_failed = True
                 finally:
                     here.lane = before
                     lane.tasks += 1
                     lane.busy_ns += perf_counter_ns() - start
-            if failed:
+            if has_failed:
                 break
         is_last = self.countdown.pop() == 0
         if is_last:

@@ -398,7 +398,8 @@ class Replicas:
             return NO_COPIES
         away = ParameterCopies(devices, at_home, detach=self._options.detach)
         self.copied_bytes += away.nbytes
-        self.refreshes += bool(away.nbytes)
+        if away.nbytes:
+            self.refreshes += 1
         return away
 
     def _params_on(

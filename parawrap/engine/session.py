@@ -580,9 +580,11 @@ class ThreadStream:
             return half
         count = max(1, min(half, _DELAY_NS // each_ns))
         last = next(islice(flying, count - 1, None))
-        # No longer: forward may wait for something that the caller does with the first output
-        if isinstance(last, WholeCall) and last.ended.acquire(timeout=_DELAY_NS / 1e9):
-            last.ended.release()
+        if isinstance(last, WholeCall):
+            # No longer: forward may wait for something that the caller does with the first output
+            has_ended = last.ended.acquire(timeout=_DELAY_NS / 1e9)
+            if has_ended:  # the lock stays open for the next thread that waits
+                last.ended.release()
         return count
 
     def end(self) -> None:

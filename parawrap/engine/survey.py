@@ -372,12 +372,11 @@ class Survey:
         own = vars_of(value)
         if own is not None and own is not value and (own or not isinstance(value, (dict, *LISTS))):
             found += self._enter(value, "vars", path, [*own.items()])
-        if slots := [
-            (at, read_slot(value, name)) for at, name in enumerate(names_of_slots(type(value)))
-        ]:
-            found += self._enter(
-                value, "slots", path, [(at, part) for at, part in slots if part is not ABSENT]
-            )
+        names = names_of_slots(type(value))
+        if names:
+            parts = [read_slot(value, name) for name in names]
+            filled = [(at, part) for at, part in enumerate(parts) if part is not ABSENT]
+            found += self._enter(value, "slots", path, filled)
         return found
 
     def _enter(
@@ -386,7 +385,7 @@ class Survey:
         """Enter a container, and return its entries."""
         place = Place(owner, kind, path)
         self.places.append(place)
-        holder = None if isinstance(owner, set) else place  # whose entries have no keys
+        holder = None if isinstance(owner, set) else place  # the entries of a set have no keys
         return [(part, place.name(key), holder, key) for key, part in entries]
 
     def _enter_script(self, module: torch.jit.ScriptModule, path: str) -> None:
@@ -395,10 +394,8 @@ class Survey:
         self.scripts.append(module)
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             if id(tensor) not in self.owned:
-                self.owned[id(tensor)], self.paths[id(tensor)] = (
-                    tensor,
-                    f"{path}.{name}".lstrip("."),
-                )
+                self.owned[id(tensor)] = tensor
+                self.paths[id(tensor)] = f"{path}.{name}".lstrip(".")
                 self.params.append(tensor)
 
     def _share_aliases(self) -> None:
@@ -485,15 +482,16 @@ def _state_of(module: torch.nn.Module) -> dict[str, Any]:
     """
     cls = type(module)
     if cls.__getstate__ is torch.nn.Module.__getstate__ or hasattr(cls, "__deepcopy__"):
+        # The list is made in one step: other threads may set attributes
         return dict([*vars(module).items()])
     state: Any = module.__getstate__()
     kept = state if isinstance(state, dict) else {}
-    own = [*vars(module).items()]
-    return {
-        name: part
-        for name, part in own
-        if name in kept and (kept[name] is not None or part is None)
-    }
+    found: dict[str, Any] = {}
+    for name, part in [*vars(module).items()]:
+        is_dropped = name not in kept or (kept[name] is None and part is not None)
+        if not is_dropped:
+            found[name] = part
+    return found
 
 
 def _is_model(part: Any) -> bool:

@@ -521,10 +521,10 @@ class ForkServer:
         """
         with handover as in_transit, contextlib.ExitStack() as its, contextlib.ExitStack() as ours:
             try:
-                (status, status_end), *outputs = [_pipe(ours, its) for _ in range(3)]
-                (data, data_end), (control, control_end) = [
-                    _socket_pair(ours, its) for _ in range(2)
-                ]
+                status, status_end = _pipe(ours, its)
+                outputs = [_pipe(ours, its) for _ in ("stdout", "stderr")]
+                data, data_end = _socket_pair(ours, its)
+                control, control_end = _socket_pair(ours, its)
                 files = (
                     status_end,
                     data_end.fileno(),

@@ -195,8 +195,9 @@ def _parameters(platform: PlatformFields, folder: Folder) -> dict[str, Any]:
     own, options = _split_additional(platform.slurm_additional_parameters or {})
     _refuse_line_breaks(platform, options)
     log = str(folder.log("%j"))  # each task has its own files
+    notice_s = own.pop("signal_delay_s", math.ceil(platform.grace_s))
     # SUBMITIT_PREEMPT_SIGNAL of the environment would choose another signal.
-    signal = f"USR2@{own.pop('signal_delay_s', math.ceil(platform.grace_s))}"
+    signal = f"USR2@{notice_s}"
     start = START_LINE.format("${SLURM_RESTART_COUNT:-0}")
     # Since Slurm 22.05, srun does not take --cpus-per-task over from the job.
     srun = [
