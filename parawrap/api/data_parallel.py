@@ -136,6 +136,8 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         torch.nn.Module.__init__(self)
         self.module = module
         self.dim = dim
+        # Held while a session replaces another one, so that threads that call at the same time make
+        # one. Reentrant, because `close` takes it too
         self._changing = threading.RLock()
         self._lanes = _lanes(device_ids)
         self.device_ids = [_as_id(device) for device in self._lanes]
@@ -253,6 +255,7 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
     def _session(self) -> Session:
         """Return the session for the current `module`, `dim`, and `device_ids`."""
         module, settings = self.module, (self.dim, tuple(self.device_ids))
+        # Without the lock: an `_Engine` is complete before it is stored, and never changes
         engine = self._engine
         if engine and engine.session.target is module and engine.settings == settings:
             return engine.session

@@ -218,6 +218,8 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         self._in_place = (
             PatchedMethods(target, self._methods) if isinstance(target, torch.nn.Module) else None
         )
+        # Of the session, the depth, and the stubs in the module. Reentrant, because `__exit__` has
+        # it around `_leave`. Sessions are closed without it: see `_detach_session`
         self._lock = threading.RLock()
         self._session: Session | WorkerSession | None = None
         self._last: Session | WorkerSession | None = None  # for stats() after the block

@@ -230,6 +230,7 @@ class _InLanes:
         self._on_cpu = devices is None and best_backend().type == "cpu"
         self._lanes = () if self._on_cpu else resolve_devices(devices)
         self._calls: Calls | None = None
+        # Of `_calls`: threads that need other lanes at the same time start them once
         self._changing = threading.Lock()
 
     def __call__(

@@ -20,6 +20,8 @@ _PACKAGES = {
 }
 _INDEX = "https://pip.repos.neuron.amazonaws.com"
 
+# Of `_chosen`: threads that need the runtime at the same time load it once. If that fails, the next
+# thread tries again
 _choosing = threading.RLock()
 _chosen: NeuronRuntime | None = None
 
@@ -82,9 +84,9 @@ def neuron_host(
 
 
 def _find_installed() -> str:
-    """Return the name of the first installed runtime of the vendor.
+    """Return the name of the first runtime of the vendor that is installed.
 
-    That of the emulated one, with a warning.
+    If there is none, return that of the emulated one, with a warning.
     """
     for name in _PACKAGES:
         if importlib.util.find_spec(name) is not None:

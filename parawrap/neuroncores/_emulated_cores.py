@@ -223,6 +223,7 @@ class _Core:
         self.inferences = self.loads = 0
         self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._latency_s = latency_s
+        # Held for a whole inference, as a core runs one at a time. It protects `inferences` too
         self._lock = threading.Lock()
 
     def run(self, compiled: Callable[..., Any], args: Any, kwargs: Any, inferences: int) -> Any:
@@ -308,6 +309,7 @@ class NeuronHost(NeuronRuntime):
         self._given = cores
         self._latency_s = latency_s
         self._made: list[_Core] = []
+        # Two threads that load their first models at the same time must get the same cores
         self._making = threading.Lock()
 
     def core_count(self) -> int:
@@ -380,6 +382,8 @@ class NeuronHost(NeuronRuntime):
     def _cores(self) -> list[_Core]:
         """Return the cores that the process has now. They are created on first use."""
         with self._making:
+            # The environment may allocate more cores, or fewer, than at the last call. A core that
+            # was made keeps its models
             count = self.core_count()
             self._made += [_Core(self._latency_s) for _ in range(len(self._made), count)]
             return self._made[:count]

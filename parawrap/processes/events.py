@@ -67,6 +67,7 @@ class Events:
     """
 
     def __init__(self) -> None:
+        # Reentrant: handlers run with it held, and one of them handles the answers, as `turn` does
         self.lock = threading.RLock()
         self.timers: dict[Act, float] = {}
         self._posted: deque[Act] = deque()
@@ -166,12 +167,15 @@ class Events:
         with self.lock:
             files = selector.get_map()
             for key, _ in ready:
+                # An earlier handler may have closed the file, and its number may have another one
                 current = files.get(key.fd)
                 if current is not None and current.data is key.data:
-                    key.data()  # else an earlier handler has closed the file
+                    key.data()
             now = time.monotonic()
             for act, at in list(self.timers.items()):
-                if now >= at == self.timers.get(act):  # an earlier action has not changed it
+                # An earlier action may have deleted or changed the timer
+                is_unchanged = self.timers.get(act) == at
+                if is_unchanged and now >= at:
                     del self.timers[act]
                     act()
 

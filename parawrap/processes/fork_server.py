@@ -590,6 +590,7 @@ class ForkServer:
 
 
 _server: ForkServer | None = None
+# Of `_server`: threads that launch at the same time start one server
 _starting = threading.Lock()
 
 
@@ -617,6 +618,7 @@ def stop_server() -> None:
     global _server
     with _starting:
         stopping, _server = _server, None
+    # Without the lock: the server may wait for its ranks, and a launch meanwhile starts another one
     if stopping is not None:
         stopping.stop()
 

@@ -168,6 +168,8 @@ class Transcript:
     """
 
     def __init__(self, printer: Printer | None, prefix: str = "", path: Path | None = None) -> None:
+        # The thread of the pool writes, that of the printer takes, and any thread reads. Never held
+        # while the printer prints: a terminal may block
         self._access = threading.Lock()
         self._printer = printer
         self._kept = _Kept()
@@ -187,12 +189,10 @@ class Transcript:
             if self._printer is None:
                 return
             last = self._unshown[-1] if self._unshown else None
-            if (
-                is_kept
-                and last is not None
-                and last.stream == stream
-                and last.start + last.size == start
-            ):
+            follows_last = (
+                last is not None and last.stream == stream and last.start + last.size == start
+            )
+            if is_kept and last is not None and follows_last:
                 self._unshown[-1] = last._replace(size=last.size + len(data))
             else:
                 self._unshown.append(_Unshown(stream, start, len(data), None if is_kept else data))

@@ -160,6 +160,7 @@ class Pool:
         self._timed_out = ""  # the time limit that ended the ranks
         self._unanswered: set[int] = set()  # ranks that have not reported their steps
         self._stacks: dict[int, str] = {}  # of the ranks that ran a call at the last request
+        # Not a `Latch`: each request clears it first
         self._has_stacks = threading.Event()
         self._unplaced: set[int] = set()  # ranks that have not answered where they are
         self._has_places = threading.Event()

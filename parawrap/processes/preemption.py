@@ -29,6 +29,8 @@ class Preemption:
     """
 
     def __init__(self) -> None:
+        # Of the three attributes below. The control thread reads the count and holds calls back in
+        # one step: no call can return False in between, uncounted
         self._changed = threading.Condition()
         self._answered = 0
         self._held_back = False

@@ -288,7 +288,8 @@ class Slabs:
     def take_released(self, most: int) -> list[int]:
         """Return numbers of the other end's slabs that nothing refers to here.
 
-        ``~number`` says that the owner must not use the slab again.
+        ``~number`` says that the owner must not use the slab again. It is negative for each number,
+        also for 0.
         """
         found: list[int] = []
         while len(found) < most and self._refused:
