@@ -67,7 +67,7 @@ _known_leaves: set[type] = {
 _nodes: set[type] = set()
 _whole: set[type] = set()  # of the nodes, those that are kept whole
 # All three are written with the lock held, and read without it: a look at one of them is one step
-_learning = threading.Lock()
+_examining = threading.Lock()
 _claims: list[Callable[[type], bool]] = []
 
 
@@ -95,10 +95,11 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
     leaves, spec = optree.tree_flatten(value, is_leaf, none_is_leaf=True, namespace=_NAMESPACE)
     if _known_leaves.issuperset(map(type, leaves)):
         return leaves, spec
-    strangers = {
-        type(leaf) for leaf in leaves if is_leaf is None or not is_leaf(leaf)
-    } - _known_leaves
-    return flatten(value, is_leaf) if strangers and _learn(strangers) else (leaves, spec)
+    kinds = {type(leaf) for leaf in leaves if is_leaf is None or not is_leaf(leaf)}
+    new_kinds = kinds - _known_leaves
+    if new_kinds and _examine(new_kinds):
+        return flatten(value, is_leaf)  # optree takes the new containers apart now
+    return leaves, spec
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:
@@ -141,7 +142,7 @@ def is_kept_whole(cls: type) -> bool:
 
 def keep_whole(cls: type) -> None:
     """Treat each instance of `cls` as one leaf in a :class:`WholeLeaf`, also a container."""
-    with _learning:
+    with _examining:
         if cls in _nodes:
             optree.unregister_pytree_node(cls, namespace=_NAMESPACE)
         _register(cls, _as_whole)
@@ -281,20 +282,21 @@ def _write_step(entry: object) -> str:
 # Classes of containers
 
 
-def _learn(strangers: Iterable[type]) -> bool:
+def _examine(kinds: Iterable[type]) -> bool:
     """Examine types that are met for the first time. Return True if one of them is a container."""
-    learnt = False
-    with _learning:
-        for cls in strangers:
-            if cls not in _known_leaves and cls not in _nodes:  # no other thread was quicker
+    has_container = False
+    with _examining:
+        for cls in kinds:
+            # Another thread may have examined the class meanwhile
+            if cls not in _known_leaves and cls not in _nodes:
                 if any(claim(cls) for claim in _claims):
                     _register(cls, _as_whole)
                 elif _is_container(cls):
                     _register(cls, _take_apart)
                 else:
                     _known_leaves.add(cls)
-            learnt = learnt or cls in _nodes
-    return learnt
+            has_container = has_container or cls in _nodes
+    return has_container
 
 
 def _is_container(cls: type) -> bool:

@@ -107,7 +107,7 @@ def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) ->
             names[name] = None
         elif edition.trains:
             if attributes:
-                _refuse_parted(survey, tensor, attributes)
+                _refuse_split_update(survey, tensor, attributes)
         else:
             names[name] = None
             _refuse_different(name, [replica.tensors[index] for replica in used])
@@ -141,7 +141,7 @@ def _find_written(used: Sequence[Replica]) -> set[int]:
     return found
 
 
-def _refuse_parted(survey: Survey, tensor: torch.Tensor, attributes: dict[str, str]) -> None:
+def _refuse_split_update(survey: Survey, tensor: torch.Tensor, attributes: dict[str, str]) -> None:
     """Refuse a module that wrote a buffer, which comes back, and an attribute, which does not."""
     for place in survey.places_of(tensor):
         if place.kind == BUFFERS and place.path in attributes:

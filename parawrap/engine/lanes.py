@@ -320,13 +320,14 @@ class Lanes:
         parts = CallParts(self.all, tasks, groups, home, moments)
         first = groups.pop(0)
         before = torch.get_num_threads()
-        lowers = bool(groups) and self._threads is not None and self._threads != before
+        # Lanes at the same time share the cores. The count is that of the calling thread
+        sets_threads = bool(groups) and self._threads is not None and self._threads != before
         try:
-            if lowers:
+            if sets_threads:
                 torch.set_num_threads(self._threads)  # type: ignore[arg-type]
             self._run_parts(parts, first, [*groups])
         finally:
-            if lowers:
+            if sets_threads:
                 torch.set_num_threads(before)
         if moments and not torch.is_grad_enabled():
             for lane in self.all[: len(tasks)]:

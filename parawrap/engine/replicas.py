@@ -425,6 +425,7 @@ class Replicas:
         at_home = [tensor for tensor in tensors if tensor.device == home]
         moved = iter(copies_on([device], at_home)[device])
         with lasting():
+            # In the order of `tensors`: those at home travelled together, the others are elsewhere
             found = [
                 next(moved) if tensor.device == home else tensor.detach().clone()
                 for tensor in tensors

@@ -270,19 +270,22 @@ class Pool:
         heads: dict[bool, bytes] = {}  # by whether the rank calls the function
         try:
             for member in members:
-                calls = member.rank in call.ranks
-                if calls not in heads:
-                    head = CallHead(number, call.changes, calls, generation, packed.item)
-                    heads[calls] = pickle.dumps(("call", head), 5)
-                letters.append((member.wire, member.wire.encode(heads[calls], block)))
+                runs_it = member.rank in call.ranks
+                if runs_it not in heads:
+                    head = CallHead(number, call.changes, runs_it, generation, packed.item)
+                    heads[runs_it] = pickle.dumps(("call", head), 5)
+                letters.append((member.wire, member.wire.encode(heads[runs_it], block)))
         except BaseException as error:
             for wire, letter in letters:
                 wire.drop(letter)
             if isinstance(error, SessionError):
                 raise LaunchError(str(error)) from None
             raise
-        self._number, self._generation = number, generation or self._generation
-        call.number, call.generation, call.packed = number, generation, None
+        self._number = call.number = number
+        call.generation = generation
+        if generation is not None:
+            self._generation = generation
+        call.packed = None  # it holds the arguments, which the call does not need any more
         call.others = {member.rank for member in members} - {*call.ranks}
         self._note_begin(call)
         # From here on all ranks get it, even if a limit delays it: `flush` does not raise
@@ -293,7 +296,9 @@ class Pool:
         self.events.wake_in_time()
 
     def _note_begin(self, call: Call) -> None:
-        now = call.began_at = call.departed_at = call.last_sign = call.looked_at = time.monotonic()
+        now = time.monotonic()
+        call.began_at = call.departed_at = now
+        call.last_sign = call.looked_at = now
         self._call = call
         self._timers.pop(self._trim, None)
         if not self.is_ending:

@@ -141,10 +141,11 @@ class _KeptFunctions:
         return [*self._gone]
 
     def note(self, key: int, function: Any, parts: list[Any]) -> None:
-        """Note that the ranks get a function, as the last one, or have it."""
+        """Note that the ranks get a function or have it already, and that it was called last."""
         before = self._kept.pop(id(function), None)
         if before is None and len(self._kept) >= _MOST_FUNCTIONS:
-            del self._kept[next(iter(self._kept))]
+            oldest = next(iter(self._kept))  # dicts keep the order of entry, here of the last calls
+            del self._kept[oldest]
         if before is None or before.key != key:
             self._gone.clear()  # a function that comes brings them
         self._kept[id(function)] = _KeptFunction(key, function, parts)
