@@ -324,7 +324,11 @@ def data_parallel(
         >>> data_parallel(torch.nn.Linear(10, 5), torch.randn(30, 10), ["cpu", "cpu"]).shape
         torch.Size([30, 5])
     """
-    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    args: tuple[Any, ...] = (inputs,)
+    if inputs is None:
+        args = ()
+    elif isinstance(inputs, tuple):
+        args = inputs
     face = DataParallel(module, device_ids, output_device, dim)
     try:
         return face(*args, **(module_kwargs or {}))

@@ -299,7 +299,8 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         Before the block is open, a function as the only argument of a block over a module is
         decorated instead: each call of the function then runs inside the block.
         """
-        if self._in_place is not None and self._session is None and not kwargs and len(args) == 1:
+        may_decorate = self._in_place is not None and self._session is None
+        if may_decorate and not kwargs and len(args) == 1:
             (function,) = args
             if inspect.isroutine(function):
                 return self._decorate(function)

@@ -85,9 +85,11 @@ def scatter_kwargs(
         msg = "the list of devices is empty. Name at least one device"
         raise DeviceListError(msg)
     cutter = Cutter(dim, lists_are_shared=True)
-    args = (
-        () if inputs is None else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    )
+    args: tuple[Any, ...] = (inputs,)
+    if inputs is None:
+        args = ()
+    elif isinstance(inputs, (tuple, list)):
+        args = tuple(inputs)
     flat = cutter.flatten(args, kwargs or {})
     plan = cutter.plan(flat, len(devices))
     has_rows = plan.rows > 0 or any(dim is not None for dim in plan.dims)

@@ -259,11 +259,11 @@ def contents_of(tensor: torch.Tensor) -> Any:
     """Return the memory and a sum of a tensor, which also show writes through ``.data``."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return None
-    dtype = (
-        torch.float64
-        if tensor.is_floating_point()
-        else torch.complex128
-        if tensor.is_complex()
-        else None
-    )
-    return tensor.data_ptr(), tensor.requires_grad, repr(tensor.detach().sum(dtype=dtype).item())
+    dtype = None
+    if tensor.is_floating_point():
+        dtype = torch.float64
+    elif tensor.is_complex():
+        dtype = torch.complex128
+    total = tensor.detach().sum(dtype=dtype).item()
+    # As a text, because a sum that is not a number differs from itself
+    return tensor.data_ptr(), tensor.requires_grad, repr(total)

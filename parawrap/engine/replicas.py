@@ -361,7 +361,8 @@ class Replicas:
         if not (before.lanes and changes):
             return False  # without a change of an entry, an object has another class
         for place, key, then, now in changes:
-            if key is None or key in _DECIDE or type(then) not in SIMPLE or type(now) not in SIMPLE:
+            are_simple = type(then) in SIMPLE and type(now) in SIMPLE
+            if key is None or key in _DECIDE or not are_simple:
                 return False
             if not all(replica.snapshot.has(place, key) for replica in before.lanes):
                 return False

@@ -21,15 +21,18 @@ def group_size() -> int:
 def find_place(global_rank: int | None = None, platform: Platform | None = None) -> tuple[int, int]:
     """Return the global rank and the number of ranks; by default those of this rank."""
     here = current_rank() if inside_a_rank() else None
-    world_size = platform.world_size if platform else here.world_size if here else group_size()
+    if platform is not None:
+        world_size = platform.world_size
+    elif here is not None:
+        world_size = here.world_size
+    else:
+        world_size = group_size()
     if global_rank is None:
-        global_rank = (
-            here.global_rank
-            if here
-            else dist.get_rank()
-            if world_size > 1 and dist.is_initialized()
-            else 0
-        )
+        global_rank = 0
+        if here is not None:
+            global_rank = here.global_rank
+        elif world_size > 1 and dist.is_initialized():
+            global_rank = dist.get_rank()
     return global_rank, world_size
 
 

@@ -125,4 +125,5 @@ class RankSampler(DistributedSampler[Any]):
         length = len(self.dataset)  # type: ignore[arg-type]  # a dataset with a length
         share, rest = divmod(length, self.num_replicas)
         start = self.rank * share + min(self.rank, rest)
-        return range(start, start + share + (self.rank < rest))
+        has_one_more = self.rank < rest  # the first ranks share the rest
+        return range(start, start + share + int(has_one_more))

@@ -190,13 +190,12 @@ def _target(
     local_rank: int | None, device: Device | torch.device | str | int | None
 ) -> torch.device:
     rank = current_rank() if inside_a_rank() else None
-    index = (
-        local_rank
-        if local_rank is not None
-        else rank.local_rank
-        if rank
-        else int(os.environ.get("LOCAL_RANK", "0"))
-    )
+    if local_rank is not None:
+        index = local_rank
+    elif rank is not None:
+        index = rank.local_rank
+    else:
+        index = int(os.environ.get("LOCAL_RANK", "0"))
     if device is None:
         return (rank.platform if rank else Platform()).device_of(index)
     if isinstance(device, str) and device.lower() in (*Device, "cuda"):

@@ -121,13 +121,11 @@ def _find_sampler(loader: Any) -> Any:
         )
         raise TypeError(msg)
     batches: Any = loader.batch_sampler
-    sampler: Any = (
-        loader.sampler
-        if batches is None
-        else batches.sampler
-        if type(batches) is BatchSampler
-        else batches
-    )
+    sampler: Any = batches
+    if batches is None:
+        sampler = loader.sampler
+    elif type(batches) is BatchSampler:
+        sampler = batches.sampler
     if type(sampler) is SequentialSampler:
         return sampler
     if (

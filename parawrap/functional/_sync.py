@@ -255,8 +255,10 @@ def _describe(optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Tensor
         tied = first.setdefault(id(tensor), name)
         shape, stored = tuple(tensor.shape), tuple(_stored(tensor, tensor).shape)
         text = f"{name}: {tensor.dtype} {shape} on {tensor.device.type}"
-        text += f", expanded from {stored}" * (stored != shape)
-        text += f", the same tensor as {tied}" * (tied != name)
+        if stored != shape:
+            text += f", expanded from {stored}"
+        if tied != name:
+            text += f", the same tensor as {tied}"
         found.append(text)
     for number, optimizer in enumerate(optimizers):
         sizes = [len(group["params"]) for group in optimizer.param_groups]

@@ -152,7 +152,9 @@ def _ranks_on(node: int, counts: str) -> int | None:
     each: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         each += [int(count)] * int(times or 1)
-    return each[node] if node < len(each) else each[0] if each else None
+    if node < len(each):
+        return each[node]
+    return each[0] if each else None
 
 
 def _first_host(environ: Mapping[str, str]) -> str | None:

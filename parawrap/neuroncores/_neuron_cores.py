@@ -64,13 +64,11 @@ def resolve_cores(devices: Any, visible: int) -> tuple[NeuronCore, ...]:
         raise DeviceListError(msg)
     missing = [core for core in cores if core.index >= visible]
     if missing:
-        seen = (
-            f"nc:0 to nc:{visible - 1}"
-            if visible > 1
-            else "only nc:0"
-            if visible
-            else "no NeuronCore"
-        )
+        seen = "no NeuronCore"
+        if visible == 1:
+            seen = "only nc:0"
+        elif visible > 1:
+            seen = f"nc:0 to nc:{visible - 1}"
         msg = (
             f"'{missing[0]}' is not available: this process sees {seen}, counted from zero within "
             f"the process. {_ADVICE}"

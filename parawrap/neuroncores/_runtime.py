@@ -62,14 +62,15 @@ class Signature(NamedTuple):
         """
         if not self.inputs:
             return "it takes no tensors"
+        rows_of_first = self.inputs[0][0] if self.inputs[0] else 0
         for kind, shapes in (("input", self.inputs), ("output", self.outputs)):
             for number, shape in enumerate(shapes):
                 if not shape:
                     return f"{kind} {number} has no batch dimension: its compiled shape is ()"
                 if shape[0] == 0:
                     return f"{kind} {number} is compiled for 0 rows"
-                if shape[0] != self.inputs[0][0]:
-                    rows = f"{self.inputs[0][0]} rows on dim 0, and {kind} {number} for {shape[0]}"
+                if shape[0] != rows_of_first:
+                    rows = f"{rows_of_first} rows on dim 0, and {kind} {number} for {shape[0]}"
                     return f"input 0 is compiled for {rows}"
         return None
 
@@ -213,9 +214,9 @@ def read_examples(
         )
         raise TypeError(msg)
     if example_kwarg_inputs is None:
-        return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (
-            example_inputs,
-        ), OrderedDict()
+        if isinstance(example_inputs, (tuple, list)):
+            return tuple(example_inputs), OrderedDict()
+        return (example_inputs,), OrderedDict()
     order = [parameter.name for parameter in inspect_parameters(function)]
     names = sorted(
         example_kwarg_inputs, key=lambda name: order.index(name) if name in order else len(order)

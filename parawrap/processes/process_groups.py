@@ -109,7 +109,7 @@ def open_tcp_store(host: str, port: int, *, everywhere: bool) -> Iterator[StoreA
         LaunchError: If the store cannot listen there.
     """
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(
             (_EVERYWHERE if everywhere else host, port), family=family, backlog=_BACKLOG
         )

@@ -152,14 +152,17 @@ class Folder:
         A start without a mark is one too, such as after the loss of a node, unless the log says
         that a user or a preemption requeued the job.
         """
-        names, words = os.listdir(self.path), None  # noqa: PTH208 (names only)
+        names = os.listdir(self.path)  # noqa: PTH208 (names only)
+        words: dict[int, str] | None = None  # of the log, which is read if it is needed
         failures = 0
         for each in range(start):
             if f"failed-{each}" in names:  # it may have been preempted before
                 failures += 1
             elif f"preempted-{each}" not in names:
-                words = self.words_of_starts(job) if words is None else words
-                failures += _REQUEUED_BY_OTHERS.search(words.get(each, "")) is None
+                if words is None:
+                    words = self.words_of_starts(job)
+                if not _REQUEUED_BY_OTHERS.search(words.get(each, "")):
+                    failures += 1
         return failures
 
     def words_of_starts(self, job: str) -> dict[int, str]:
