@@ -75,9 +75,12 @@ def find_writes(
         for name, value in [*vars(cls).items()]:
             _refuse_held(f"the class attribute {cls.__qualname__}.{name}", value)
             by_name.setdefault(name, []).extend(_functions(value))
-    entered = [each for name in ("forward", "__call__", *methods) for each in by_name.get(name, ())]
-    waiting = [*entered, *functions]
-    seen, own = set(waiting), set(functions)
+    waiting: list[types.FunctionType] = []
+    for name in ("forward", "__call__", *methods):
+        waiting += by_name.get(name, ())
+    waiting += functions
+    seen = set(waiting)
+    own = set(functions)
     weights = gradients = False
     while waiting:
         function = waiting.pop()
@@ -96,7 +99,8 @@ def find_writes(
         for code in _codes(function.__code__):
             weights = weights or not _WRITERS.isdisjoint(code.co_names)
             gradients = gradients or _writes_gradients(code)
-            called += [each for name in code.co_names for each in by_name.get(name, ())]
+            for name in code.co_names:
+                called += by_name.get(name, ())
         waiting += set(called) - seen
         seen.update(called)
     return Writes(weights, gradients)

@@ -744,7 +744,8 @@ class _Join:
                 find_cures(place, trial.rules, rows, trial._try)
         # One output of floats is padded with zeros, and several must each have a value
         padded = [place for place in root.leaves() if place.is_padded]
-        if len([place for place in root.leaves() if place.is_padded or place.names_padding]) > 1:
+        named = [place for place in root.leaves() if place.names_padding and not place.is_padded]
+        if len(padded) + len(named) > 1:
             for place in padded:
                 place.give_padding(trial.rules.join)
                 if place.refusal is None:  # alone, it would have been padded

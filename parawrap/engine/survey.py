@@ -403,7 +403,8 @@ class Survey:
 
         Lanes share their memory too. A copy would keep the old values after a write.
         """
-        memory = {storage for tensor in self.params if (storage := storage_of(tensor))}
+        # Without the 0 of tensors that have no memory of their own, such as sparse ones
+        memory = set(filter(None, map(storage_of, self.params)))
         aliases = [tensor for tensor in self.tensors if storage_of(tensor) in memory]
         if aliases:
             self.params += aliases
@@ -415,13 +416,18 @@ class Survey:
         parts = {id(place.owner) for place in self.places} | set(map(id, self.params))
         twins: list[types.FunctionType] = []
         others = [each for each in self.functions if id(each) not in self._shared_hooks]
-        while more := [
-            each for each in others if any(_leads(part, parts) for _, part in captured(each))
-        ]:
-            twins += more
-            parts.update(map(id, more))
+        while True:
+            found = [
+                function
+                for function in others
+                if any(_leads(part, parts) for _, part in captured(function))
+            ]
+            if not found:
+                return twins
+            twins += found
+            # Other functions may capture those, which are parts of the model now
+            parts.update(map(id, found))
             others = [each for each in others if id(each) not in parts]
-        return twins
 
     # Decisions
 

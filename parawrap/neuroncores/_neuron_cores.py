@@ -87,8 +87,10 @@ def find_runs(cores: Iterable[int]) -> list[tuple[int, int]]:
     """
     runs: list[tuple[int, int]] = []
     for core in sorted(cores):
-        if runs and core == sum(runs[-1]):
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        first, length = runs[-1] if runs else (core, 0)
+        continues_run = bool(runs) and core == first + length
+        if continues_run:
+            runs[-1] = (first, length + 1)
         else:
             runs.append((core, 1))
     return runs

@@ -275,8 +275,10 @@ class Members:
     def death_of(self, member: Member, code: int | None, lost_with: str = "") -> Outcome:
         """Return how a rank has ended that did not answer."""
         by_order = self.is_ending and code in (None, 1, -signal.SIGTERM)
-        is_ended = by_order or (self._has_killed and code == -signal.SIGKILL) or bool(self.lost)
-        if is_ended and not lost_with:
+        by_force = self._has_killed and code == -signal.SIGKILL
+        # A rank could not be forked, and the others end because of it
+        because_of_another = bool(self.lost)
+        if not lost_with and (by_order or by_force or because_of_another):
             return Ended(time.time())
         words = member.transcript.last_words()
         return Died(time.time(), member.pid, code, last_words=words, lost_with=lost_with)

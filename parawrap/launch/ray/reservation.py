@@ -153,10 +153,12 @@ class Reservation:
         """Check the size of the cluster: Ray would wait forever for what no node has."""
         nodes = [node for node in self.ray.nodes() if node["Alive"]]
         shares = [{name: node["Resources"].get(name, 0) for name in self._bundle} for node in nodes]
-        fitting = sum(
-            all(share[name] >= amount for name, amount in self._bundle.items()) for share in shares
-        )
-        if fitting >= self._platform.n_nodes:
+        fitting = [
+            share
+            for share in shares
+            if all(share[name] >= amount for name, amount in self._bundle.items())
+        ]
+        if len(fitting) >= self._platform.n_nodes:
             return
         wanted = f"{self._platform.n_nodes} node(s) with {_describe(self._bundle)} each"
         hosts = [node["NodeManagerHostname"] for node in nodes]
@@ -164,7 +166,7 @@ class Reservation:
             f"{host} has {_describe(share)}" for host, share in zip(hosts, shares, strict=True)
         )
         msg = (
-            f"the platform needs {wanted}, but only {fitting} of the Ray cluster's nodes have "
+            f"the platform needs {wanted}, but only {len(fitting)} of the Ray cluster's nodes have "
             f"that: {found}. launcher='local' starts the ranks on this machine"
         )
         raise LaunchError(msg)
