@@ -260,4 +260,5 @@ def device_named(device: Any) -> torch.device:
 
 def _device_of(leaves: Any) -> torch.device:
     """Return the device of the first leaf that has one, or the CPU."""
-    return next((device for leaf in leaves if (device := device_of(leaf)) is not None), _CPU)
+    devices = map(device_of, leaves)
+    return next((device for device in devices if device is not None), _CPU)

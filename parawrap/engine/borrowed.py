@@ -761,7 +761,7 @@ def read_changes(loan: Loan) -> Changes | None:
         return None
     mark = _find_marks(loan)
 
-    def marked(source: Old | New) -> Old | New:
+    def mark_source(source: Old | New) -> Old | New:
         return New(_replace(source.value, mark)) if isinstance(source, New) else source
 
     containers: list[EntriesAfter | None] = []
@@ -770,8 +770,8 @@ def read_changes(loan: Loan) -> Changes | None:
         if after is not None:
             items = after.items
             is_list = isinstance(items, list)
-            found = {key: marked(source) for key, source in _entries(items)}
-            attributes = {name: marked(source) for name, source in after.attributes.items()}
+            found = {key: mark_source(source) for key, source in _entries(items)}
+            attributes = {name: mark_source(source) for name, source in after.attributes.items()}
             sources = [*found.values()] if is_list else found
             after = after._replace(items=sources, attributes=attributes)
         containers.append(after)

@@ -50,7 +50,7 @@ from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lanes import Lanes, here, without_autocast
 from parawrap.engine.replica import Replica
 from parawrap.engine.replicas import CopiesOfParts, CopyOptions, Replicas
-from parawrap.engine.trace import Recorder, timed
+from parawrap.engine.trace import Recorder, record_call
 from parawrap.errors import ShardError, add_note
 from parawrap.tree import TENSOR, TENSORS, WholeLeaf, flatten
 
@@ -354,7 +354,7 @@ class Calls:
         function = entry.plain
         if self.recorder.traces:
             record = partial(self.recorder.record, entry.method, entry.batch, None)
-            function = partial(timed, record, None, entry.plain)
+            function = partial(record_call, record, None, entry.plain)
         try:
             here.lane = self.lanes.all[0]  # calls of the model by itself are part of this one
             output = function(*args, **kwargs)
@@ -496,7 +496,11 @@ class Calls:
             return [partial(run, index) for index in range(len(plan.sizes))]
         return [
             partial(
-                timed, partial(record, entry.method, entry.batch, rows), index % count, run, index
+                record_call,
+                partial(record, entry.method, entry.batch, rows),
+                index % count,
+                run,
+                index,
             )
             for index, rows in enumerate(plan.sizes)
         ]
@@ -512,7 +516,7 @@ class Calls:
         outputs: Sequence[Any],
     ) -> Borrowed | None:
         """Join what forward put into copies of arguments. None for tensors alone."""
-        borrowed = plan.borrowed(flat, call, [shard.loan for shard in shards])
+        borrowed = plan.note_borrowed(flat, call, [shard.loan for shard in shards])
         if borrowed is None:
             return None
         device, lanes = self._output_place(flat), self.replicas.state.lanes

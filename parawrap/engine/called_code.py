@@ -89,7 +89,7 @@ def find_writes(
             (f"{place} uses the global {name!r}", value) for name, value in _read_globals(function)
         ]
         called = [value for _, value in outside if isinstance(value, types.FunctionType)]
-        held = captured(function)  # by a decorator, the function that it wraps
+        held = list_captured(function)  # by a decorator, the function that it wraps
         called += [value for _, value in held if isinstance(value, types.FunctionType)]
         if function not in own:  # lanes have their own closures of those
             outside += [(f"{place} captures {name!r}", value) for name, value in held]
@@ -106,7 +106,7 @@ def find_writes(
     return Writes(weights, gradients)
 
 
-def captured(function: types.FunctionType) -> list[tuple[str, Any]]:
+def list_captured(function: types.FunctionType) -> list[tuple[str, Any]]:
     """Return what a function holds: its closure, its defaults, and its attributes."""
     cells = zip(
         function.__code__.co_freevars, map(read_slot, function.__closure__ or ()), strict=True
@@ -129,7 +129,7 @@ def draws_from_generator(values: Sequence[Any]) -> bool:
         part
         for value in values
         if isinstance(value, types.FunctionType)
-        for _, part in captured(value)
+        for _, part in list_captured(value)
     )
     return any(map(is_generator, chain(values, held)))
 
@@ -174,11 +174,8 @@ def _refuse_held(what: str, value: Any) -> None:
 def _read_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the globals that a function reads: containers, modules, and functions of users."""
     for code in _codes(function.__code__):
-        found = {
-            name: value
-            for name in code.co_names
-            if _is_followed(value := function.__globals__.get(name))
-        }
+        named = {name: function.__globals__.get(name) for name in code.co_names}
+        found = {name: value for name, value in named.items() if _is_followed(value)}
         # Names of attributes are among co_names too
         loaded = _find_loaded_globals(code) if found else set()
         for name in found.keys() & loaded:

@@ -252,7 +252,7 @@ class ShardPlan:
         tensors = [flat.leaves[index] for index in self.whole_tensors]
         return [version_of(tensor) for tensor in tensors if not tensor.is_inference()]
 
-    def borrowed(self, flat: FlatCall, call: Any, loans: Sequence[Loan]) -> Borrowed | None:
+    def note_borrowed(self, flat: FlatCall, call: Any, loans: Sequence[Loan]) -> Borrowed | None:
         """Return what the lanes have borrowed from the caller's arguments `call`.
 
         None if these are tensors and plain values alone.

@@ -153,7 +153,7 @@ class LaneStreams:
                 reached += events  # one step: a thread that reads the list sees all of them or none
                 self._ahead.append(reached)
 
-    def unfinished(self) -> int:
+    def count_unfinished(self) -> int:
         """Return the number of staged tasks that the host has finished and the device has not."""
         if not self._ahead:
             return 0

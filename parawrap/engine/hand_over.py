@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from parawrap.engine.called_code import captured
+from parawrap.engine.called_code import list_captured
 from parawrap.engine.replica import Replica
 from parawrap.errors import GatherError
 from parawrap.tree import PLAIN, WholeLeaf, flatten, held_by, parts_below, unflatten
@@ -113,7 +113,7 @@ def _reach(value: Any) -> Iterator[Any]:
         if isinstance(each, (torch.Tensor, torch.nn.Module)):
             continue
         if isinstance(each, types.FunctionType):
-            waiting += [part for _, part in captured(each)]
+            waiting += [part for _, part in list_captured(each)]
         elif isinstance(each, functools.partial):
             waiting += [each.func, *each.args, *each.keywords.values()]
         else:

@@ -212,14 +212,14 @@ def _list_cures(
     without_reduce = declared._replace(reduce=None) if declared.names_reduce else declared
     dim = rules.dim if declared.out_dim is None else declared.out_dim
 
-    def reduced(how: Any) -> Cure:
+    def reduce_by(how: Any) -> Cure:
         entries = declared._replace(out_dim=dim, reduce=how, names_reduce=names)
         return Cure(entries, join)
 
     constant = [Cure(_as_constant(declared), join)] if is_equal else []
     is_proven = len(set(rows or ())) > 1
     if all(map(is_number, column)):
-        yield from _list_reductions(column[0], reduced, constant, is_proven=is_proven)
+        yield from _list_reductions(column[0], reduce_by, constant, is_proven=is_proven)
         return
     if not is_array_column(column):
         items = Cure(without_reduce._replace(out_dim="items"), join)
@@ -242,7 +242,7 @@ def _list_cures(
     if per_row is not None and (is_proven or not is_equal):
         found.append(ragged._replace(note=f"{per_row} rows per row of the batch"))
     if len(shapes) == 1:
-        found += [*constant, reduced("sum"), reduced("stack")]
+        found += [*constant, reduce_by("sum"), reduce_by("stack")]
     elif per_row is None:
         found.append(ragged)
     yield from found
@@ -259,18 +259,18 @@ def _list_cures(
 
 def _list_reductions(
     number: Any,
-    reduced: Callable[[Any], Cure],
+    reduce_by: Callable[[Any], Cure],
     constant: Sequence[Cure],
     *,
     is_proven: bool,
 ) -> Iterator[Cure]:
-    yield reduced("mean")  # of floats: the mean of equal numbers is that number
+    yield reduce_by("mean")  # of floats: the mean of equal numbers is that number
     if str(getattr(number, "dtype", "")).endswith("bool"):
-        yield reduced(torch.any)  # of equal values: that value
+        yield reduce_by(torch.any)  # of equal values: that value
     yield from constant if is_proven else ()
     # Shards of different sizes seldom count the same, and shards of one size often do
-    yield reduced(torch.any if isinstance(number, bool) else "sum")
-    yield reduced("stack")
+    yield reduce_by(torch.any if isinstance(number, bool) else "sum")
+    yield reduce_by("stack")
     yield from constant
 
 

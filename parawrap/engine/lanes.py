@@ -114,7 +114,7 @@ class Lane:
     @property
     def load(self) -> tuple[bool, int, int]:
         """How much the lane has to do, for a comparison with other lanes."""
-        return self.lock.locked(), self.streams.unfinished(), self.tasks
+        return self.lock.locked(), self.streams.count_unfinished(), self.tasks
 
     def start(self, threads: int | None) -> None:
         """Start the lane's thread, and wait until its count of intra-op threads is set."""
@@ -443,7 +443,7 @@ class Lanes:
                 chosen.inbox.put(chosen.take)
                 chosen.is_taking = True
 
-    def queued(self) -> list[Any]:
+    def list_queued(self) -> list[Any]:
         """Return the work that no lane has begun, oldest first."""
         # Lanes take from them meanwhile. A deque is copied in one step, and read in several
         return [*self.all[0].own.copy(), *self._shared.copy()]

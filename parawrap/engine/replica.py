@@ -472,7 +472,7 @@ def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     Those that share memory are copied together.
     """
-    memory = [storage for tensor in tensors if (storage := storage_of(tensor))]
+    memory = [*filter(None, map(storage_of, tensors))]
     with lasting():
         if len(set(memory)) == len(memory):
             found = [tensor.detach().clone() for tensor in tensors]

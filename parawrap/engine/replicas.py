@@ -409,7 +409,7 @@ class Replicas:
         """Return the parameters as lanes on a device hold them."""
         params = survey.params
         if device not in away.by_device:
-            return [*map(_detached, params)] if self._options.detach else params
+            return [*map(_detach, params)] if self._options.detach else params
         copies = dict(zip(map(id, away.originals), away.by_device[device], strict=True))
         return [copies.get(id(tensor), tensor) for tensor in params]
 
@@ -655,7 +655,7 @@ def _refuse_shared_modules(survey: Survey, lanes: Sequence[Replica]) -> None:
                 raise ReplicaError(msg)
 
 
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
+def _detach(tensor: torch.Tensor) -> torch.Tensor:
     """Return a parameter with the same memory, without a way of gradients back."""
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(tensor.detach(), requires_grad=False)

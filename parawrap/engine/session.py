@@ -34,8 +34,16 @@ from parawrap.engine.model_state import ModelState
 from parawrap.engine.replica import Replica
 from parawrap.engine.replicas import Replicas
 from parawrap.engine.stats import LaneStats, Stats
-from parawrap.engine.streams import Pending, Prepare, StreamSize, Tell, as_call, failed, succeeded
-from parawrap.engine.trace import Trace, timed
+from parawrap.engine.streams import (
+    Pending,
+    Prepare,
+    StreamSize,
+    Tell,
+    as_call,
+    make_failed_future,
+    make_future,
+)
+from parawrap.engine.trace import Trace, record_call
 from parawrap.errors import ReplicaError, SessionError, add_note
 from parawrap.tree import TENSORS, flatten
 
@@ -318,9 +326,9 @@ class Session(Calls):
         ready = self.get_ready()
         if ready is None:
             try:
-                return succeeded(self.run_plainly(entry, args, kwargs))
+                return make_future(self.run_plainly(entry, args, kwargs))
             except Exception as error:  # noqa: BLE001
-                return failed(error)
+                return make_failed_future(error)
         future = LaneFuture()
         self.send(WholeCall(self, entry, args, kwargs, ready, future))
         return future
@@ -371,7 +379,7 @@ class Session(Calls):
 
     def cancel(self) -> None:
         """Drop submitted calls that have not started."""
-        for call in self.lanes.queued():
+        for call in self.lanes.list_queued():
             (call.future or call).cancel()
 
     def renew(self) -> None:
@@ -430,7 +438,7 @@ class Session(Calls):
                 record = partial(self.recorder.record, "prepare", call.entry.batch, None)
             prepare = call.ready.prepares[lane.index]
             self.replicas.state.lanes[lane.index].are_tensors_held = True  # it has the lane's parts
-            call.args, call.kwargs = as_call(timed(record, lane.index, prepare, *call.args))
+            call.args, call.kwargs = as_call(record_call(record, lane.index, prepare, *call.args))
         cutter = self.cutters[call.entry.method]
         if call.args and type(call.args[0]) is torch.Tensor:
             call.rows = cutter.rows(call.args)
@@ -457,7 +465,7 @@ class Session(Calls):
             record = partial(self.recorder.record, call.entry.method, call.entry.batch, call.rows)
         contents = None if ready.first is None else ready.first.read_contents()
         function = call.entry.of(replica.target)
-        output = timed(record, lane.index, function, *call.args, **call.kwargs)
+        output = record_call(record, lane.index, function, *call.args, **call.kwargs)
         lane.whole_calls += 1
         if staged is None:
             # The caller's own containers: forward may have put the lane's into them
@@ -484,7 +492,7 @@ class Staged:
         shard = self._plan.place(self._flat, self._columns, 0, lane.device)
         call.args, call.kwargs = shard.args, shard.kwargs
         self._loans = [shard.loan]
-        self._borrowed = self._plan.borrowed(self._flat, given, self._loans)
+        self._borrowed = self._plan.note_borrowed(self._flat, given, self._loans)
         self._home = session.output_device or session.replicas.state.home
 
     def join(self, output: Any, replica: Replica) -> Any:
@@ -550,7 +558,7 @@ class ThreadStream:
                 entry = entry._replace(batch=number)
             if self._ready is None:
                 args, kwargs = as_call(batch if self._prepare is None else self._prepare(batch))
-                return succeeded(session.run_plainly(entry, args, kwargs), tell)
+                return make_future(session.run_plainly(entry, args, kwargs), tell)
             if type(batch) is torch.Tensor or self._prepare is not None:
                 args, kwargs = (batch,), {}
             else:
@@ -559,7 +567,7 @@ class ThreadStream:
             session.send(call)
             return call
         except Exception as error:  # noqa: BLE001
-            return failed(error, tell)
+            return make_failed_future(error, tell)
 
     def flush(self) -> None:
         """Do nothing: lanes have the batches at once."""

@@ -164,7 +164,7 @@ def stream(
                 if saved is None:
                     pending = starter.start(number, batch, tell)
                 else:
-                    pending = succeeded(*saved, tell)
+                    pending = make_future(*saved, tell)
                 flying[pending] = number, batch if with_inputs else None, hint
                 number += 1
                 # The lane owns the batch from here on. Without these names, its memory is free
@@ -240,7 +240,7 @@ def _hint(batch: Any) -> str | None:
     return None
 
 
-def succeeded(value: Any, tell: Tell | None = None) -> Future[Any]:
+def make_future(value: Any, tell: Tell | None = None) -> Future[Any]:
     """Return a future with a value."""
     future: Future[Any] = Future()
     future.set_result(value)
@@ -249,7 +249,7 @@ def succeeded(value: Any, tell: Tell | None = None) -> Future[Any]:
     return future
 
 
-def failed(error: Exception, tell: Tell | None = None) -> Future[Any]:
+def make_failed_future(error: Exception, tell: Tell | None = None) -> Future[Any]:
     """Return a future with an error.
 
     The frames of its traceback do not hold the future: that would be a cycle.

@@ -43,7 +43,7 @@ from parawrap._private_names import (
     is_compiled_function,
     is_compiled_module,
 )
-from parawrap.engine.called_code import captured, find_writes, is_generator
+from parawrap.engine.called_code import find_writes, is_generator, list_captured
 from parawrap.engine.places import LISTS, MOST_READS, Place, read_items, read_slot
 from parawrap.errors import ReplicaError
 from parawrap.tree import ABSENT, PLAIN, names_of_slots
@@ -330,7 +330,7 @@ class Survey:
         self.generators += filter(is_generator, named)
         return [
             (part, f"{path} captures {name}", None, None)
-            for name, part in captured(function)
+            for name, part in list_captured(function)
             if _is_model(part)
         ]
 
@@ -420,7 +420,7 @@ class Survey:
             found = [
                 function
                 for function in others
-                if any(_leads(part, parts) for _, part in captured(function))
+                if any(_leads(part, parts) for _, part in list_captured(function))
             ]
             if not found:
                 return twins

@@ -124,7 +124,7 @@ class Trace:
         return displays.Timeline(title, tracks, spans, without_idle=[caller])
 
 
-def timed(
+def record_call(
     record: Callable[..., None] | None,
     lane: int | None,
     function: Callable[..., Any],

@@ -253,7 +253,7 @@ def _describe(optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Tensor
     found = []
     for name, tensor in named:
         tied = first.setdefault(id(tensor), name)
-        shape, stored = tuple(tensor.shape), tuple(_stored(tensor, tensor).shape)
+        shape, stored = tuple(tensor.shape), tuple(_without_repeats(tensor, tensor).shape)
         text = f"{name}: {tensor.dtype} {shape} on {tensor.device.type}"
         if stored != shape:
             text += f", expanded from {stored}"
@@ -333,7 +333,7 @@ class _Slot:
             isinstance(tensor, Tensor)
             and (tensor.shape, tensor.dtype) == (self.shape, self.dtype)
             and tensor.device.type == self.device_type
-            and _stored(tensor, tensor).shape == tensor.shape
+            and _without_repeats(tensor, tensor).shape == tensor.shape
         )
 
     def new_tensor(self, parameter: Tensor) -> Tensor:
@@ -448,7 +448,7 @@ def _broadcast(tensors: Sequence[Tensor], src: int) -> None:
         values = packed.split([len(part) for part in parts])
         for tensor, part in zip(bucket, values, strict=True):
             value = part.view(tensor.dtype).view(tensor.shape)
-            _stored(tensor, tensor).copy_(_stored(value, tensor))
+            _without_repeats(tensor, tensor).copy_(_without_repeats(value, tensor))
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -477,7 +477,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return plain.contiguous().view(-1).view(torch.uint8)
 
 
-def _stored(tensor: Tensor, like: Tensor) -> Tensor:
+def _without_repeats(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor without the repeated elements of an expanded tensor like `like`.
 
     An expanded tensor cannot be written as a whole.

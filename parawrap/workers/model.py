@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from parawrap._public import public
 from parawrap.engine.batched_copies import bytes_of_all, lasting
-from parawrap.engine.called_code import captured, names_of_globals
+from parawrap.engine.called_code import list_captured, names_of_globals
 from parawrap.engine.forward_writes import is_written_unseen
 from parawrap.engine.model_state import Doubts, Edition, ModelState, Snapshot, was_disturbed
 from parawrap.engine.parameter_copies import note_optimizer_steps
@@ -215,7 +215,7 @@ class SentModel:
                 found += vars(each).values()
                 continue
             found.append(each.__code__)
-            found += [part for _, part in captured(each)]
+            found += [part for _, part in list_captured(each)]
             found += [each.__globals__.get(name, ABSENT) for name in names]
         return found
 

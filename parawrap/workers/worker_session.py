@@ -26,9 +26,17 @@ from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lanes import Modes, here, without_autocast
 from parawrap.engine.stats import LaneStats, Stats
-from parawrap.engine.streams import Pending, Prepare, StreamSize, Tell, as_call, failed, succeeded
+from parawrap.engine.streams import (
+    Pending,
+    Prepare,
+    StreamSize,
+    Tell,
+    as_call,
+    make_failed_future,
+    make_future,
+)
 from parawrap.engine.survey import Survey
-from parawrap.engine.trace import Recorder, Trace, timed
+from parawrap.engine.trace import Recorder, Trace, record_call
 from parawrap.errors import ReplicaError, SessionError, ShardError
 from parawrap.launch import Platform
 from parawrap.processes.events import NEVER
@@ -192,7 +200,7 @@ class WorkerSession:
             raise ShardError(WRITTEN_WHOLE)
         loans = [shard.loan for shard in shards]
         device = self._output_device(flat.leaves)
-        borrowed = plan.borrowed(flat, (args, kwargs), loans)
+        borrowed = plan.note_borrowed(flat, (args, kwargs), loans)
         if borrowed is not None:
 
             def join_entries(values: Sequence[Any], place: Any, key: Any) -> Any:
@@ -261,9 +269,9 @@ class WorkerSession:
         if form is not None:
             return self._send(entry, args, kwargs, form)
         try:
-            return succeeded(self.run_plainly(entry, args, kwargs))
+            return make_future(self.run_plainly(entry, args, kwargs))
         except Exception as error:  # noqa: BLE001
-            return failed(error)
+            return make_failed_future(error)
 
     def get_ready(self, method: str | None, prepare: Prepare | None = None) -> Form | None:
         """Return what whole calls of a method share; None if they must run plainly.
@@ -305,7 +313,7 @@ class WorkerSession:
                 self.refuse_gradients(args, kwargs)  # as in a worker
             before, here.lane = here.lane, self.lanes.all[0]
             try:
-                output = timed(record, None, entry.plain, *args, **kwargs)
+                output = record_call(record, None, entry.plain, *args, **kwargs)
             finally:
                 here.lane = before
         with self._counting:
@@ -534,14 +542,14 @@ class WorkerStream:
                 args, kwargs = as_call(batch)
             self._form = self._form or session.get_ready(entry.method, self._prepare)
             if self._form is None:
-                return succeeded(
+                return make_future(
                     session.run_plainly(entry, args, kwargs or {}, self._prepare), tell
                 )
             call = StreamCall(self._own, args, kwargs, tell)
             chunk = self._chunk or self._open(self._form)
             session.add_whole(chunk, call, entry)
         except Exception as error:  # noqa: BLE001
-            return failed(error, tell)
+            return make_failed_future(error, tell)
         if self._size.is_full(len(chunk.calls), chunk.packer.size):
             self.flush()
         return call

@@ -401,7 +401,7 @@ class BatchRun(Run):
             for rank in range(size):  # srun does not name tasks that exit with 0
                 outcomes.setdefault(rank, Died(math.inf, 0, 0))
         if first_failure(outcomes) is None:
-            raise self._unexplained(state)
+            raise self._error_of_end(state)
         return outcomes
 
     def _lost(self) -> dict[int, Outcome]:
@@ -502,7 +502,7 @@ class BatchRun(Run):
             )
             raise LaunchError(msg)
 
-    def _unexplained(self, state: commands.JobState) -> LaunchError:
+    def _error_of_end(self, state: commands.JobState) -> LaunchError:
         """Return the error of a job whose end no outcome explains."""
         if any(isinstance(each, Requeued) for each in self._outcomes.values()):
             msg = (
