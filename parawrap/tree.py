@@ -365,8 +365,10 @@ def _take_apart(value: Any) -> tuple[Any, ...]:
     plain = tuple((name, type(each), each) for name, each in others.items() if type(each) in PLAIN)
     names = tuple(Attribute(name) for name, each in others.items() if type(each) not in PLAIN)
     factory = value.default_factory if isinstance(value, defaultdict) else None
-    blank = _Blank(type(value), keys, names, plain, factory, attributes is value)
-    return (*items, *(others[name] for name in names)), blank, (*keys, *names)
+    is_namespace = attributes is value
+    blank = _Blank(type(value), keys, names, plain, factory, is_namespace)
+    parts = [*items, *(others[name] for name in names)]
+    return tuple(parts), blank, (*keys, *names)
 
 
 def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:

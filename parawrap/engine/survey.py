@@ -353,12 +353,10 @@ class Survey:
             raise ReplicaError(msg)
         if draws := is_generator(value):
             self.generators.append(value)
-        is_shared = (
-            isinstance(value, _SHARED)
-            or cls is object
-            or cls.__module__.startswith(_SHARED_BY_MODULE)
-        )
-        is_shared = is_shared or (cls.__module__ in _OF_TYPES and cls is not types.SimpleNamespace)
+        has_shared_class = isinstance(value, _SHARED) or cls is object
+        is_of_torch = cls.__module__.startswith(_SHARED_BY_MODULE)
+        is_type = cls.__module__ in _OF_TYPES and cls is not types.SimpleNamespace
+        is_shared = has_shared_class or is_of_torch or is_type
         if draws or is_shared or _is_singleton(value):
             self.shared.append(value)
             return ()
@@ -370,8 +368,11 @@ class Survey:
         """Yield the attributes and the slots of an object."""
         found: list[_Part] = []
         own = vars_of(value)
-        if own is not None and own is not value and (own or not isinstance(value, (dict, *LISTS))):
-            found += self._enter(value, "vars", path, [*own.items()])
+        if own is not None and own is not value:  # it is with ``self.__dict__ = self``
+            is_container = isinstance(value, (dict, *LISTS))
+            # Of a container without attributes, the items are the only place
+            if own or not is_container:
+                found += self._enter(value, "vars", path, [*own.items()])
         names = names_of_slots(type(value))
         if names:
             parts = [read_slot(value, name) for name in names]

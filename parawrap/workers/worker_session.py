@@ -65,9 +65,9 @@ class _WorkerFuture(Future[Any]):
         self.is_ended = False  # `done` takes a lock, which Ctrl-C in this thread could keep
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        self.has_callbacks = (
-            True  # before it is added: whoever ends the call leaves it to the thread
-        )
+        # Before the callback is added: the thread that ends the call then leaves the future to the
+        # receiving thread
+        self.has_callbacks = True
         super().add_done_callback(fn)
         if not self.done() and self._lanes.are_here:
             self._lanes.receive_for_futures(at_once=True)
