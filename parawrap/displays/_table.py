@@ -27,13 +27,19 @@ class Table(NamedTuple):
     footer: str = ""
 
     def __str__(self) -> str:
-        columns = list(zip(self.header, *self.rows, strict=True))
-        aligned = [
-            [cell.ljust(width) if column[0] in self.texts else cell.rjust(width) for cell in column]
-            for column, width in ((column, max(map(len, column))) for column in columns)
-        ]
-        lines = ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
-        return "\n".join([self.title, *lines, *([self.footer] if self.footer else [])])
+        aligned: list[list[str]] = []
+        for name, *cells in zip(self.header, *self.rows, strict=True):
+            column = [name, *cells]
+            width = max(map(len, column))
+            if name in self.texts:
+                aligned.append([cell.ljust(width) for cell in column])
+            else:
+                aligned.append([cell.rjust(width) for cell in column])
+        lines = [self.title]
+        lines += ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
+        if self.footer:
+            lines.append(self.footer)
+        return "\n".join(lines)
 
     def html(self) -> str:
         """Return a fragment without styles or scripts of the page, for dark and light notebooks."""

@@ -166,18 +166,15 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         events, other = content["traceEvents"], content["otherData"]
         tracks = [event["args"]["name"] for event in events if event["ph"] == "M"]
-        spans = [
-            Span(
-                range(len(tracks))[event["tid"]],
-                start := round(event["ts"] * _US),
-                start + round(event["dur"] * _US),
-                event["name"],
-                event["cat"],
-                event["args"],
-            )
-            for event in events
-            if event["ph"] == "X"
-        ]
+        known_tracks = range(len(tracks))
+        spans: list[Span] = []
+        for event in events:
+            if event["ph"] != "X":
+                continue
+            track = known_tracks[event["tid"]]  # raises for a track that the file does not name
+            start = round(event["ts"] * _US)
+            end = start + round(event["dur"] * _US)
+            spans.append(Span(track, start, end, event["name"], event["cat"], event["args"]))
         timeline = Timeline(other["title"], tracks, spans, other["without_idle"])
     except (ValueError, LookupError, TypeError) as error:
         msg = (
@@ -219,36 +216,34 @@ def _page(timeline: Timeline) -> str:
     """Return a page that needs no other file and no network."""
     kinds = list(dict.fromkeys(span.kind for span in timeline.spans))
     began = timeline.start
+    tracks: list[dict[str, Any]] = []
+    for track, gaps in enumerate(timeline.gaps()):
+        shown: list[list[float]] | None = None
+        if track not in timeline.without_idle:
+            shown = [[(at - began) / _US for at in gap] for gap in gaps]
+        tracks.append({"label": timeline.tracks[track], "gaps": shown})
+    # The script of the page reads these fields by their positions
+    spans = [
+        [
+            span.track,
+            (span.start - began) / _US,
+            (span.end - span.start) / _US,
+            span.name,
+            kinds.index(span.kind),
+            _select_known(span.details),
+        ]
+        for span in timeline.spans
+    ]
     data = {
         "title": timeline.title,
         "duration": timeline.duration / _US,
         "slowest": timeline.slowest,
         "kinds": kinds,
-        "tracks": [
-            {
-                "label": label,
-                "gaps": None
-                if track in timeline.without_idle
-                else [[(at - began) / _US for at in gap] for gap in gaps],
-            }
-            for track, (label, gaps) in enumerate(
-                zip(timeline.tracks, timeline.gaps(), strict=True)
-            )
-        ],
-        "spans": [
-            [
-                span.track,
-                (span.start - began) / _US,
-                (span.end - span.start) / _US,
-                span.name,
-                kinds.index(span.kind),
-                _select_known(span.details),
-            ]
-            for span in timeline.spans
-        ],
+        "tracks": tracks,
+        "spans": spans,
     }
     template = _TEMPLATE.read_text(encoding="utf-8")
-    # No text of the data ends the script element
+    # No text of the data ends the script element: without "<", it has no tags
     inert = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return template.replace(_PLACE_OF_DATA, inert)
 
