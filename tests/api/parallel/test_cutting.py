@@ -283,7 +283,7 @@ def test_unbalanced_shards_warn_once(options):
 
     (message,) = warnings_of(lambda: use(8))
     assert message.startswith("a call of 8 rows on 2 lanes has a shard of 5 rows")
-    assert "With out_dims=0, the largest shard has 4 of them" in message
+    assert "declare it with out_dims=0: the largest shard has 4 of them then" in message
     (message,) = warnings_of(lambda: use(4))
     assert message.startswith("a call of 4 rows on 2 lanes runs whole")
     with parallel(lambda x: {"a": x, "b": 1}, TWO, out_dims={"a": 0, "b": None}) as p:
