@@ -191,7 +191,7 @@ def _describe(share: Share) -> str:
         return f"CPU cores {', '.join(map(str, cores.pinned))}"
     threads = f"{cores.count} CPU thread{'s' * (cores.count > 1)}"
     if platform.device_ids is None:
-        return f"{threads}, not pinned: there are fewer cores than launches"
+        return f"{threads}, on any core"
     devices = [describe_device(platform, rank) for rank in range(platform.ranks_per_node)]
     return f"{', '.join(devices)}; {threads}"
 

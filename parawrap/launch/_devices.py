@@ -90,6 +90,9 @@ def variables_for(
     The process numbers them from 0. Such a variable may limit this process already: then `numbers`
     count the devices that it lists. Empty for devices that no variable selects.
 
+    Raises:
+        PlatformError: If the variable lists fewer devices than when the platform was made.
+
     >>> variables_for(Device.GPU, [2, 3], {})
     {'CUDA_VISIBLE_DEVICES': '2,3'}
     >>> variables_for(Device.GPU, [2, 3], {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
@@ -102,12 +105,20 @@ def variables_for(
             name = "HIP_VISIBLE_DEVICES"
         # Numbers, or the UUIDs of GPUs and of their MIG parts
         listed = [each.strip() for each in environ.get(name, "").split(",") if each.strip()]
-        chosen = [listed[number] if listed else str(number) for number in numbers]
-        return {name: ",".join(chosen)}
-    if selects_cores(kind):
-        cores = _neuron_cores()
-        return {_VISIBLE_CORES: ",".join(str(cores[number]) for number in numbers)}
-    return {}
+        if not listed:
+            listed = [str(number) for number in range(max(numbers) + 1)]
+    elif selects_cores(kind):
+        name = _VISIBLE_CORES
+        listed = [str(core) for core in _neuron_cores()]
+    else:
+        return {}
+    if max(numbers) >= len(listed):
+        msg = (
+            f"device_ids: device {max(numbers)} was visible when the platform was made, but {name} "
+            f"lists only {', '.join(listed)} now. Set the variable before you make the platform"
+        )
+        raise PlatformError(msg)
+    return {name: ",".join(listed[number] for number in numbers)}
 
 
 def is_chosen_by_variable(kind: Device) -> bool:

@@ -295,10 +295,10 @@ def _check_launcher(platform: PlatformFields) -> None:
 
 
 def world_of(platform: PlatformFields) -> World | None:
-    """Return the world of this process if its processes are to be the ranks of the platform.
+    """Return the world of this process if its processes become the ranks of the platform.
 
     RANK=0 and WORLD_SIZE=1 alone are no torchrun: pods and notebooks have such variables. If the
-    platform wants more ranks than this process, they start here.
+    platform has more ranks than this process, they start here.
     """
     if platform.launcher not in (None, "env") or (world := find_world()) is None:
         return None

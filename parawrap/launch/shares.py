@@ -52,6 +52,8 @@ def share_out(platform: PlatformFields, launches: int) -> list[Share]:
         platforms = [
             replace(platform, device_ids=ids) for ids in _share_devices(platform)[:launches]
         ]
+        # None are left if a variable hides them now: the launches say what is missing
+        platforms = platforms or [platform]
     number = len(platforms)
     count = max(1, usable_cores() // number)
     pinned: list[tuple[int, ...]] = [()] * number

@@ -323,7 +323,7 @@ def test_dry_run_of_a_sweep(monkeypatch):
     lines = on_cpu.map(range(2), max_parallel=2).dry_run().splitlines()
     assert lines[1:3] == ["launch 0: CPU cores 0, 1", "launch 1: CPU cores 2, 3"]
     lines = on_cpu.map(range(5), max_parallel=5).dry_run().splitlines()
-    assert lines[1] == "launch 0: 1 CPU thread, not pinned: there are fewer cores than launches"
+    assert lines[1] == "launch 0: 1 CPU thread, on any core"
     assert on_cpu.map([1]).dry_run().startswith("1 launches of print, one after another\n")
     assert on_cpu.map([]).dry_run() == "no launches"
 
@@ -344,3 +344,18 @@ def test_platforms_keep_device_ids_as_tuple(monkeypatch):
     assert platform == on_gpus(device_ids=(2, 3))
     assert replace(platform, device_ids=[1]).own_device_ids == (1,)
     assert "device_ids=(2, 3)" in repr(platform)
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_devices_that_a_variable_hides(monkeypatch):
+    """A variable that changes after the platform was made is named, and the launch is refused."""
+    function = on_cores(n_gpus=1, device_ids=[2, 3])(print)
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "4")
+    says = r"device 2 was visible .* NEURON_RT_VISIBLE_CORES lists only 4 now"
+    with pytest.raises(PlatformError, match=says):
+        function()
+    with pytest.raises(PlatformError, match="give a list of numbers of visible devices, 0"):
+        next(function.map([1, 2], max_parallel=2))
+    pairs = on_cores(n_gpus=1)(print)
+    monkeypatch.setattr(shares, "visible", lambda _: 0)
+    assert len(share_out(pairs.platform, 2)) == 1
