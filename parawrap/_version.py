@@ -1,3 +1,3 @@
 """The version, in its own file so that a build can read it without importing torch."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
