@@ -11,7 +11,7 @@ import torch
 from parawrap.api.compare import difference, rounding_of
 from parawrap.api.parallel import parallel
 from parawrap.backends import ignore_speed_warnings
-from parawrap.engine.join import is_array
+from parawrap.engine.columns import is_array
 from parawrap.engine.streams import as_call
 from parawrap.errors import ShardError, VerifyError
 from parawrap.tree import WholeLeaf, addresses, flatten, tensors_in, unflatten

@@ -25,8 +25,8 @@ from parawrap.api._containers import (
     transpose_rows,
 )
 from parawrap.api.move_to_device import recursive_to
+from parawrap.engine.columns import are_auxiliary
 from parawrap.engine.concatenate import other_sizes, shapes_of
-from parawrap.engine.join import are_auxiliary
 from parawrap.errors import GatherError, ShardError
 from parawrap.tree import flatten, tensors_in
 

@@ -87,6 +87,8 @@ call.py             | a cut call, whole: `Stub`, `Calls`;  | api/parallel/test_a
 called_code.py      | `find_writes`: code that forward     | api/parallel/test_shared_by_lanes.py
                     | leads to; writes of weights,         | api/parallel/test_modes.py
                     | globals, generators                  |
+columns.py          | values of all lanes at one place:    | api/parallel/test_joining.py
+                    | kinds, sizes, equality               | api/parallel/test_cures_of_outputs.py
 concatenate.py      | join tensors on the output device,   | engine/test_concatenate.py
                     | pad them; reduce numbers, or refuse  | engine/test_reduce_numbers.py
                     | them                                 |
@@ -108,13 +110,18 @@ hand_over.py        | outputs without the containers and   | api/parallel/test_h
                     | buffers that a lane keeps            |
 in_dims.py          | `in_dims`: where the rows of each    | api/parallel/test_cutting.py
                     | argument lie                         |
-join.py             | join the outputs of the lanes, or    | engine/test_join_outputs.py
-                    | refuse                               | api/parallel/test_joining.py
+join.py             | `join`: the outputs of the lanes;    | engine/test_join_outputs.py
+                    | usual ones at once                   | engine/test_round_trip.py
 join_errors.py      | errors of outputs that cannot be     | api/parallel/test_cures_of_outputs.py
                     | joined, with the options that join   | api/test_cures.py
                     | all of them                          |
 join_rules.py       | `out_dims`, `reduce`, and other      | engine/test_join_rules.py
                     | options for joining                  |
+join_trials.py      | find each place that cannot be       | api/parallel/test_cures_of_outputs.py
+                    | joined; try declarations that join   | api/test_cures.py
+                    | it                                   |
+joiner.py           | `Joiner`: join outputs place by      | engine/test_join_outputs.py
+                    | place, or refuse                     | api/parallel/test_joining.py
 lanes.py            | lanes: their guarantees, threads,    | api/parallel/test_concurrency.py
                     | parts of a call, the caller's modes  | api/parallel/test_interrupts.py
                     |                                      | api/parallel/test_modes.py

@@ -1,32 +1,20 @@
-"""Put the parts of one output together: tensors and numbers."""
+"""Put the parts of one output together: tensors, arrays, and numbers."""
 
 from __future__ import annotations
 
 import numbers
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 
+from parawrap.engine.columns import list_values
 from parawrap.engine.join_rules import Reduce, refuse
 
 _NO_SUM = "which has no sum"
-_MOST_LISTED = 4  # values in an error: enough to see how they differ
-_MOST_CHARACTERS = 60  # of each of them
 
-# Tensors
-
-
-def shape_of(value: object) -> tuple[int, ...] | None:
-    """Return the shape of a tensor or an array; None for a nested tensor and for other values."""
-    try:
-        shape = getattr(value, "shape", None)
-    except Exception:  # noqa: BLE001 -- of a nested tensor, or of a property of the user's
-        return None
-    # A class of the user may have a method, or anything else, under this name.
-    if not isinstance(shape, tuple) or not all(isinstance(size, int) for size in shape):
-        return None
-    return tuple(shape)
+# Tensors and arrays
 
 
 def shapes_of(parts: Sequence[Any]) -> str:
@@ -44,8 +32,7 @@ def other_sizes(shape: Sequence[int], dim: int) -> tuple[int, ...]:
 
 def are_alike(parts: Sequence[Any], dim: int) -> bool:
     """True if tensors or arrays have the same sizes on all dims but one."""
-    kinds = {other_sizes(part.shape, dim) for part in parts}
-    return len(kinds) == 1
+    return len({other_sizes(part.shape, dim) for part in parts}) == 1
 
 
 def pad(parts: Sequence[torch.Tensor], dim: int, value: Any) -> list[torch.Tensor]:
@@ -93,14 +80,23 @@ def write_into_one(parts: Sequence[torch.Tensor], dim: int, device: torch.device
     return joined
 
 
+def concatenate_arrays(parts: Sequence[Any], dim: int) -> Any:
+    """Return arrays of numpy next to each other along `dim`."""
+    numpy = sys.modules["numpy"]  # a script that has arrays has imported it
+    # Only the function of `ma` keeps masks.
+    library = numpy.ma if isinstance(parts[0], numpy.ma.MaskedArray) else numpy
+    return library.concatenate(parts, axis=dim)
+
+
+def fits(value: Any, dtype: torch.dtype) -> bool:
+    """True if a dtype has this value."""
+    try:
+        return bool(torch.full((), value, dtype=dtype).item() == value)
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        return False
+
+
 # Numbers
-
-
-def is_number(value: Any) -> bool:
-    """True for Python numbers, 0-d tensors, and the scalars of other libraries."""
-    if isinstance(value, torch.Tensor):
-        return value.ndim == 0
-    return isinstance(value, numbers.Number) or shape_of(value) == ()
 
 
 def reduce_numbers(parts: Sequence[Any], sizes: Sequence[int], reduce: Reduce | None) -> Any:
@@ -156,9 +152,3 @@ def _has_mean(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.is_floating_point() or value.is_complex()
     return isinstance(value, numbers.Complex) and not isinstance(value, numbers.Integral)
-
-
-def list_values(values: Sequence[Any]) -> str:
-    """Return the first values, for an error."""
-    shown = ", ".join(repr(value)[:_MOST_CHARACTERS] for value in values[:_MOST_LISTED])
-    return f"{shown}, ..." if len(values) > _MOST_LISTED else shown

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.engine.concatenate import shape_of
+from parawrap.engine.columns import shape_of
 from parawrap.engine.rules.registry import splitter_of
 from parawrap.tree import PLAIN, TreeSpec, WholeLeaf
 

@@ -1,0 +1,206 @@
+"""Columns: the values of all lanes at one place of an output.
+
+Kinds, sizes, and equality of values, and their words in errors. No value is changed here.
+"""
+
+from __future__ import annotations
+
+import numbers
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from parawrap.tree import WholeLeaf, tensors_in
+
+_MOST_LISTED = 4  # values in an error: enough to see how they differ
+_MOST_CHARACTERS = 60  # of each of them
+
+# Kinds of values
+
+
+def shape_of(value: object) -> tuple[int, ...] | None:
+    """Return the shape of a tensor or an array; None for a nested tensor and for other values."""
+    try:
+        shape = getattr(value, "shape", None)
+    except Exception:  # noqa: BLE001 -- of a nested tensor, or of a property of the user's
+        return None
+    # A class of the user may have a method, or anything else, under this name.
+    if not isinstance(shape, tuple) or not all(isinstance(size, int) for size in shape):
+        return None
+    return tuple(shape)
+
+
+def is_number(value: Any) -> bool:
+    """True for Python numbers, 0-d tensors, and the scalars of other libraries."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0
+    return isinstance(value, numbers.Number) or shape_of(value) == ()
+
+
+def is_array(value: Any) -> bool:
+    """True for an array of numpy."""
+    numpy = sys.modules.get("numpy")  # a script that has arrays has imported it
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def is_array_like(value: Any) -> bool:
+    """True for arrays and tensors. Nested tensors raise an error for their `shape`."""
+    return isinstance(value, torch.Tensor) or shape_of(value) is not None
+
+
+def are_tensors(column: Sequence[Any]) -> bool:
+    """True for tensors, also of subclasses."""
+    return all(isinstance(value, torch.Tensor) for value in column)
+
+
+def are_numbers(column: Sequence[Any]) -> bool:
+    """True if each lane returned a number."""
+    return all(map(is_number, column))
+
+
+def have_dims(column: Sequence[Any]) -> bool:
+    """True for tensors or arrays with dims."""
+    return all(shape_of(part) for part in column)
+
+
+# Sizes. `rows` are the row counts of the shards; None if they are not known.
+
+
+def sizes_on(column: Sequence[Any], dim: int) -> list[int]:
+    """Return the size of each part on a dim; an empty list if a part does not have the dim."""
+    try:
+        return [part.shape[dim] for part in column]
+    except IndexError:
+        return []
+
+
+def have_different_sizes(rows: Sequence[int] | None) -> bool:
+    """True if shards differ in size, so a size that does not come from the rows cannot match."""
+    return len(set(rows or ())) > 1
+
+
+def dims_with_rows(column: Sequence[Any], rows: Sequence[int] | None) -> list[int]:
+    """Return the dims with as many entries in every part as its shard has rows."""
+    if not rows:
+        return []
+    shapes = [shape_of(part) or () for part in column]
+    dims = range(min(map(len, shapes)))
+    return [dim for dim in dims if sizes_on(column, dim) == list(rows)]
+
+
+def compares_rows(column: Sequence[Any], rows: Sequence[int] | None) -> bool:
+    """True if two dims have the rows of each shard, and the shards have different sizes."""
+    return have_different_sizes(rows) and len(dims_with_rows(column, rows)) > 1
+
+
+def count_per_row(column: Sequence[Any], rows: Sequence[int] | None, dim: int) -> int | None:
+    """Return the same number of entries on `dim` that every row has, from 2 on; None if none."""
+    sizes = sizes_on(column, dim)
+    if not rows or not sizes or 0 in rows:
+        return None
+    count = sizes[0] // rows[0]
+    is_same = sizes == [count * each for each in rows]
+    return count if count > 1 and is_same else None
+
+
+class OtherDim(NamedTuple):
+    """A dim with several entries per row, which is not the dim of the rows."""
+
+    dim: int
+    entries: int
+
+
+def find_other_dim(column: Sequence[Any], rows: Sequence[int] | None, dim: int) -> OtherDim | None:
+    """Return the one dim with several entries per row, if it is not `dim`.
+
+    None if another dim has the rows, or if the sizes of the shards prove nothing.
+    """
+    if not have_different_sizes(rows) or dims_with_rows(column, rows):
+        return None
+    found = []
+    for each in range(min(len(part.shape) for part in column)):
+        entries = count_per_row(column, rows, each)
+        if entries is not None:
+            found.append(OtherDim(each, entries))
+    if len(found) != 1 or found[0].dim == dim:
+        return None
+    return found[0]
+
+
+def are_auxiliary(items: Sequence[Any], beside: Mapping[Any, Any]) -> bool:
+    """True if dicts in a list repeat tensors next to the list, as the `aux_outputs` of DETR.
+
+    They have the same keys and shapes.
+    """
+    for item in items:
+        if not isinstance(item, Mapping) or not item:
+            return False
+        for key, value in item.items():
+            other: Any = beside.get(key)
+            if not are_tensors([value, other]) or value.shape != other.shape:
+                return False
+    return True
+
+
+# Equality
+
+
+def are_all_equal(column: Sequence[Any]) -> bool:
+    """True if all lanes returned equal values."""
+    return all(_are_equal(column[0], value) for value in column[1:])
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Compare by value; for registered classes, by their tensors.
+
+    Two NaNs are equal. A value that cannot be compared equals no other.
+    """
+    try:
+        if isinstance(one, WholeLeaf):
+            return _have_equal_tensors(one.value, other.value)
+        if isinstance(one, torch.Tensor):
+            if one.shape != other.shape or one.dtype != other.dtype:
+                return False
+            other = other.to(one.device)
+            if torch.equal(one, other):
+                return True
+            # A second look, since `equal` finds two NaNs different.
+            return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+        if is_array(one):
+            # By value: the bytes of objects and of long texts are addresses.
+            has_nan = one.dtype.kind in "fc"
+            is_same = sys.modules["numpy"].array_equal(one, other, equal_nan=has_nan)
+            return one.dtype == other.dtype and bool(is_same)
+        if one is other:
+            return True
+        if type(one) is not type(other):
+            return False
+        are_nan = one != one and other != other
+        return bool(one == other or are_nan)
+    except Exception:  # noqa: BLE001 -- `==` may be a method of the user's class
+        return False
+
+
+def _have_equal_tensors(one: Any, other: Any) -> bool:
+    tensors, others = [*tensors_in(one)], [*tensors_in(other)]
+    if not tensors:
+        return bool(one == other)
+    return len(tensors) == len(others) and all(map(_are_equal, tensors, others))
+
+
+# Words
+
+
+def list_values(values: Sequence[Any]) -> str:
+    """Return the first values, for an error."""
+    shown = ", ".join(repr(value)[:_MOST_CHARACTERS] for value in values[:_MOST_LISTED])
+    return f"{shown}, ..." if len(values) > _MOST_LISTED else shown
+
+
+def describe_column(column: Sequence[Any]) -> str:
+    """Return the values of the lanes in words: shapes of arrays, and other values as they are."""
+    if not all(map(is_array_like, column)):
+        return list_values(column)
+    return f"shapes {', '.join(str(shape_of(value)) for value in column)}"

@@ -1,0 +1,375 @@
+"""`Trials`: find each place of an output that cannot be joined, and the options that join it.
+
+The places of a refused call are joined again, one by one, so that one error names them all. Each
+declaration was tried on the outputs of the call before an error names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import is_not
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from parawrap.engine.columns import (
+    are_numbers,
+    are_tensors,
+    compares_rows,
+    count_per_row,
+    dims_with_rows,
+    find_other_dim,
+    have_different_sizes,
+    have_dims,
+    list_values,
+    shape_of,
+)
+from parawrap.engine.join_rules import (
+    Declared,
+    JoinMode,
+    JoinRules,
+    Refusal,
+    is_tree,
+)
+from parawrap.engine.joiner import Flat, Joiner, is_sequence
+from parawrap.tree import TENSOR, UNDECLARED, address, flatten
+
+_LABEL = -100  # what the losses of torch skip
+
+
+class Cure(NamedTuple):
+    """A declaration of one place that joins it.
+
+    Attributes:
+        declared: The entries of the place.
+        join: The option `join`.
+        note: What the sizes say, for the error.
+    """
+
+    declared: Declared
+    join: JoinMode
+    note: str = ""
+
+    @property
+    def is_constant(self) -> bool:
+        """True if it declares one value that is the same in every lane."""
+        return self.declared.out_dim is None
+
+    def change(self, **entries: Any) -> Cure:
+        """Return it with other entries."""
+        return self._replace(declared=self.declared._replace(**entries))
+
+
+@dataclass
+class OutputPlace:
+    """One place of an output: a value of all lanes, or a container with its parts.
+
+    Attributes:
+        path: The keys that lead to it.
+        column: The value of each lane.
+        declared: Its declarations.
+        refusal: Why it cannot be joined; None if it can, or if its parts say why.
+        parts: The parts of a container, by key.
+        is_tuple: True if options declare the parts by position.
+        cure: The declaration that joins it.
+        other: The declaration for another meaning of the same values.
+        is_padded: True if it was padded without a value from the user.
+        note: What the sizes say about it.
+        is_opened: True if options must declare its parts, and declare the whole.
+    """
+
+    path: tuple[Any, ...]
+    column: Sequence[Any]
+    declared: Declared
+    refusal: Refusal | None = None
+    parts: dict[Any, OutputPlace] = field(default_factory=dict)
+    is_tuple: bool = False
+    cure: Cure | None = None
+    other: Cure | None = None
+    is_padded: bool = False
+    note: str = ""
+    is_opened: bool = False
+
+    @property
+    def name(self) -> str:
+        """The place in words."""
+        return address("output", self.path)
+
+    @property
+    def reason(self) -> Refusal:
+        """The refusal of a place that has one."""
+        assert self.refusal is not None
+        return self.refusal
+
+    @property
+    def names_padding(self) -> bool:
+        """True if the cure has a value to pad with."""
+        return self.cure is not None and self.cure.declared.pad_value is not None
+
+    def give_padding(self, join: JoinMode) -> None:
+        """Name the value to pad this place with."""
+        cure = self.cure or Cure(self.declared, join)
+        self.cure = cure.change(pad_value=self.guess_padding())
+
+    def guess_padding(self) -> Any:
+        """Return a padding that the user may have to replace."""
+        dtype = self.column[0].dtype
+        if dtype is torch.bool:
+            return False
+        if dtype.is_floating_point or dtype.is_complex:
+            return 0.0
+        is_label = "label" in str(self.path[-1:])
+        return _LABEL if is_label else 0
+
+    def walk(self) -> Iterator[OutputPlace]:
+        """Yield this place and all places below it."""
+        yield self
+        for part in self.parts.values():
+            yield from part.walk()
+
+    def leaves(self) -> Iterator[OutputPlace]:
+        """Yield the places without parts, in order."""
+        return (place for place in self.walk() if not place.parts)
+
+    def refused(self) -> list[OutputPlace]:
+        """Return the places that cannot be joined, with those of containers."""
+        return [place for place in self.walk() if place.refusal is not None]
+
+
+class Trials:
+    """Joins single places of one call, by the rules of a joiner, or by other declarations."""
+
+    def __init__(self, joiner: Joiner) -> None:
+        self._joiner = joiner
+        self.rules = joiner.rules
+        self.rows = joiner.rows
+
+    def of_block(self) -> Trials:
+        """Return the trials by the rules of a block, for the rules of torch."""
+        joiner = self._joiner.with_rules(JoinRules(self.rules.dim))
+        # The shards of a block differ in size, and show what follows the rows.
+        joiner.takes_proof = True
+        return Trials(joiner)
+
+    # Places
+
+    def find_places(self) -> OutputPlace:
+        """Return the place of the whole output, with all places below it and their refusals."""
+        return self._find_below(self._joiner.outputs, self.rules.declared, None)
+
+    def _find_below(
+        self, column: Sequence[Any], declared: Declared, siblings: Flat | None
+    ) -> OutputPlace:
+        """Return the place that the joiner stands at, with all places below it."""
+        joiner = self._joiner
+        place = OutputPlace(tuple(joiner.path), column, declared)
+        if siblings is None:
+            siblings = flatten(column[0], is_sequence)
+        joiner.siblings = siblings
+        try:
+            opened = self._open(place)
+            if opened is None:
+                joiner.padded = 0
+                self._join_whole(place)
+                place.is_padded = joiner.padded > 0
+                return place
+        except Refusal as refusal:
+            place.refusal = refusal
+            joiner.path[:] = place.path  # the refusal may have left it further down
+            return place
+        is_list = is_sequence(column[0])
+        place.is_tuple = is_list or isinstance(column[0], tuple)  # also a namedtuple
+        below = None if is_list else siblings  # the items of a list have no others beside them
+        for step, parts, each in opened:
+            joiner.path.append(step)
+            place.parts[step] = self._find_below(parts, each, below)
+            joiner.path.pop()
+        if any(part.refusal is not None for part in place.leaves()):
+            if place.is_opened:  # its parts say why
+                place.refusal = None
+            self._close_items(place)
+        return place
+
+    def _open(self, place: OutputPlace) -> list[tuple[Any, Sequence[Any], Declared]] | None:
+        """Return the key, the column, and the declarations of each part of containers.
+
+        None for values that are joined as one.
+        """
+        column, declared = place.column, place.declared
+        if TENSOR.issuperset(map(type, column)):
+            return None
+        # Only the outermost container: every other node is a leaf.
+        of_lanes = [flatten(value, partial(is_not, value)) for value in column]
+        spec = of_lanes[0][1]
+        if spec.is_leaf() or any(other != spec for _, other in of_lanes):
+            return None
+        if is_sequence(column[0]):
+            self._joiner.check_kinds(column, declared)
+            try:
+                if self._joiner.choose_form(column, declared) != "parts":
+                    return None
+            except Refusal as refusal:
+                # One entry declares items of rows, and a tuple of entries a list of outputs
+                if not self._may_be_outputs(place):
+                    raise
+                place.is_opened = True
+                place.refusal = refusal
+        steps = spec.entries()
+        if not steps:
+            return None
+        columns = zip(*(parts for parts, _ in of_lanes), strict=True)
+        return [*zip(steps, columns, declared.parts(steps), strict=True)]
+
+    def _may_be_outputs(self, place: OutputPlace) -> bool:
+        """True if lists that one entry declares have the same length, and not one item per row."""
+        out_dim = place.declared.out_dim
+        is_open = out_dim is None or out_dim is UNDECLARED
+        if is_open or is_tree(out_dim) or self.rules.as_torch:
+            return False
+        lengths = list(map(len, place.column))
+        return len(set(lengths)) == 1 and lengths != self.rows
+
+    def _join_whole(self, place: OutputPlace) -> None:
+        """Join a leaf, or containers of several structures."""
+        specs = [flatten(value, is_sequence)[1] for value in place.column]
+        if all(spec.is_leaf() for spec in specs):
+            self._joiner.join_leaves(place.column, place.declared)
+        else:
+            self._joiner.join_values(place.column, place.declared)
+
+    def _close_items(self, place: OutputPlace) -> None:
+        """Make one place of a list with one item per row, if its items were joined one by one."""
+        if type(place.column[0]) is not list:
+            return
+        lengths = list(map(len, place.column))
+        if lengths != self.rows:
+            return
+        # Outputs that stand in a list by chance as long as the shard are other outputs
+        for leaf in place.leaves():
+            has_rows = have_dims(leaf.column) and dims_with_rows(leaf.column, self.rows)
+            if leaf.refusal is None or has_rows:
+                return
+        items = Cure(place.declared, self.rules.join).change(out_dim="items")
+        if self.join(place, items) is not None:
+            place.parts.clear()
+            place.refusal = Refusal("", returned=f"{list_values(lengths)} items")
+
+    # Cures
+
+    def join(self, place: OutputPlace, cure: Cure) -> Literal["joined", "padded"] | None:
+        """Join a place with other declarations; None if it is refused.
+
+        "padded" says that a tensor was padded without a value from the user.
+        """
+        joiner = self._joiner.with_rules(replace(self.rules, join=cure.join))
+        joiner.path = [*place.path]
+        try:
+            joiner.join_leaves(place.column, cure.declared)
+        except Exception:  # noqa: BLE001 -- no cure, whatever the reason: the refusal is raised
+            return None
+        return "padded" if joiner.padded else "joined"
+
+    def entry_of(self, place: OutputPlace) -> Any:
+        """Return an entry of out_dims that says of a place what its sizes have shown."""
+        cure = place.cure or Cure(place.declared, self.rules.join)
+        for entry in (self.rules.dim, "items", None, "ragged"):
+            if self.join(place, cure.change(out_dim=entry)) is not None:
+                return entry
+        return self.rules.dim  # of a place that nothing joins
+
+    def find_cures(self, place: OutputPlace) -> None:
+        """Enter the declaration that joins a place, and that for another meaning, if there are."""
+        if have_dims(place.column) and compares_rows(place.column, self.rows):
+            return  # no option joins comparisons of rows
+        for cure in self._list_cures(place):
+            result = self.join(place, cure)
+            if result is None:
+                continue
+            if place.cure is None:
+                place.cure = cure
+                place.is_padded = result == "padded"
+                place.note = cure.note
+            elif cure.is_constant != place.cure.is_constant:
+                place.other = cure
+                return
+
+    def _list_cures(self, place: OutputPlace) -> Sequence[Cure]:
+        """Return declarations that may join a place, the most probable first."""
+        if are_numbers(place.column):
+            return self._list_cures_of_numbers(place)
+        if have_dims(place.column):
+            return self._list_cures_of_arrays(place)
+        rows = self._as_rows(place)
+        return [rows.change(out_dim="items"), self._as_constant(place), _as_ragged(rows)]
+
+    def _list_cures_of_numbers(self, place: OutputPlace) -> list[Cure]:
+        number = place.column[0]
+        constant = self._as_constant(place)
+        cures = [
+            self._reduced(place, "mean")
+        ]  # of floats: the mean of equal numbers is that number
+        if str(getattr(number, "dtype", "")).endswith("bool"):
+            cures.append(self._reduced(place, torch.any))  # of equal values: that value
+        # Shards of different sizes seldom count the same, and shards of one size often do
+        if have_different_sizes(self.rows):
+            cures.append(constant)
+        cures.append(self._reduced(place, torch.any if isinstance(number, bool) else "sum"))
+        return [*cures, self._reduced(place, "stack"), constant]
+
+    def _list_cures_of_arrays(self, place: OutputPlace) -> list[Cure]:
+        column, declared, dim = place.column, place.declared, self.rules.dim
+        if find_other_dim(column, self.rows, dim) is not None:
+            return []  # torch.cat joins them, and no option
+        rows = self._as_rows(place)
+        cures: list[Cure] = []
+        # Left out of a named reduction, it may follow the rows
+        if declared.reduce is not None and declared.names_reduce:
+            cures.append(rows)
+        with_rows = dims_with_rows(column, self.rows)
+        if len(with_rows) == 1:
+            (row_dim,) = with_rows
+            cures.append(rows.change(out_dim=row_dim)._replace(note=f"dim {row_dim} has them"))
+        constant = self._as_constant(place)
+        per_row = count_per_row(column, self.rows, dim)
+        if per_row is not None:
+            is_proven = have_different_sizes(self.rows)
+            if is_proven or self.join(place, constant) is None:
+                note = f"{per_row} rows per row of the batch"
+                cures.append(_as_ragged(rows)._replace(note=note))
+        if len({shape_of(part) for part in column}) == 1:
+            cures += [constant, self._reduced(place, "sum"), self._reduced(place, "stack")]
+        elif per_row is None:
+            cures.append(_as_ragged(rows))
+        if self.rules.join == "list" or not are_tensors(column):
+            return cures
+        padding = []
+        # The declaration of the user comes first: only the other dims may have to be padded
+        for cure in [Cure(declared, self.rules.join), *cures]:
+            padded = cure._replace(join="pad")
+            if declared.pad_value is None:
+                padding.append(padded)
+            padding.append(padded.change(pad_value=place.guess_padding()))
+        return cures + padding
+
+    def _as_rows(self, place: OutputPlace) -> Cure:
+        """Return the declaration of a place without a reduction that names it."""
+        cure = Cure(place.declared, self.rules.join)
+        return cure.change(reduce=None) if place.declared.names_reduce else cure
+
+    def _as_constant(self, place: OutputPlace) -> Cure:
+        return Cure(place.declared, self.rules.join).change(out_dim=None, reduce=None)
+
+    def _reduced(self, place: OutputPlace, how: Any) -> Cure:
+        """Return the declaration of a place with this reduction."""
+        out_dim = place.declared.out_dim
+        return Cure(place.declared, self.rules.join).change(
+            out_dim=self.rules.dim if out_dim is None else out_dim,
+            reduce=how,
+            names_reduce=bool(place.path),  # the whole output has no key to name
+        )
+
+
+def _as_ragged(cure: Cure) -> Cure:
+    return cure.change(out_dim="ragged")

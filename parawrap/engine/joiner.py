@@ -1,0 +1,641 @@
+"""`Joiner`: join the values of all lanes, one place of the output after another.
+
+Each place has its own declaration, and is joined by the kind of its values: tensors and arrays,
+numbers, lists, registered objects, or one value that all lanes returned. A place that cannot be
+joined raises a `Refusal`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+
+from parawrap.engine.columns import (
+    are_all_equal,
+    are_auxiliary,
+    are_numbers,
+    are_tensors,
+    describe_column,
+    is_array,
+    is_array_like,
+    is_number,
+    list_values,
+    shape_of,
+    sizes_on,
+)
+from parawrap.engine.concatenate import (
+    are_alike,
+    are_of_one_form,
+    concatenate_arrays,
+    fits,
+    pad,
+    reduce_numbers,
+    write_into_one,
+)
+from parawrap.engine.join_rules import (
+    SEQUENCES,
+    Declared,
+    JoinRules,
+    Refusal,
+    ReturnedArgument,
+    is_tree,
+    refuse,
+    refuse_tree,
+)
+from parawrap.engine.rules.object_state import make_sequence
+from parawrap.engine.rules.registry import count_rows, join_parts, place_leaf, registration_of
+from parawrap.errors import GatherError
+from parawrap.tree import (
+    TENSOR,
+    UNDECLARED,
+    TreeSpec,
+    WholeLeaf,
+    flatten,
+    list_attributes,
+    unflatten,
+)
+
+Flat = tuple[list[Any], TreeSpec]
+"""The leaves of an output, and its structure."""
+
+Originals = Callable[[], Sequence[Callable[[Any], Any]]]
+"""Returns one function per shard.
+
+It takes a value of that lane, and returns the caller's value that it is a copy of, or None."""
+
+MANY_PADDED = "more than one output must be padded, and no padding is right for every output"
+_PROVES_NOTHING = "Equal values do not make it one value: two lanes that count 3 are 6"
+
+
+class Joiner:
+    """Joins the outputs of one call. It stands at one place of the output at a time.
+
+    Attributes:
+        outputs: The output of each lane.
+        lanes: The number of outputs.
+        rows: The row count of each shard; None if it is not known.
+        path: The keys that lead to the place. A refusal leaves them: the message names the place.
+        siblings: The leaves of the first lane, and their structure, that the place is among.
+        padded: The number of tensors that were padded without a value from the user: at most one.
+        takes_proof: True if shards of one size show which outputs follow the rows. A trial takes
+            them so, to find out what shards of different sizes would show.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[Any],
+        sizes: Sequence[int] | None,
+        rules: JoinRules,
+        device: torch.device | None,
+        originals: Originals | None,
+    ) -> None:
+        self.outputs = outputs
+        self.lanes = len(outputs)
+        self.rules = rules
+        self.device = device
+        self.originals = originals
+        self.rows = None if sizes is None else list(sizes)
+        self.path: list[Any] = []
+        self.siblings: Flat | None = None
+        self.padded = 0
+        self.takes_proof = False
+
+    def with_rules(self, rules: JoinRules) -> Joiner:
+        """Return a joiner of the same outputs by other rules."""
+        other = Joiner(self.outputs, self.rows, rules, self.device, self.originals)
+        other.takes_proof = self.takes_proof
+        return other
+
+    def join_values(self, column: Sequence[Any], declared: Declared) -> Any:
+        """Return the one value of all lanes, of any structure."""
+        if TENSOR.issuperset(map(type, column)):
+            return self.join_leaves(column, declared)
+        # Sequences are leaves here: their lengths may differ, with one item per row.
+        siblings = flatten(column[0], is_sequence)
+        first_leaves, spec = siblings
+        of_lanes = [first_leaves]
+        for lane, value in enumerate(column[1:], start=1):
+            leaves, other = flatten(value, is_sequence)
+            if other != spec:
+                refuse(
+                    f"lane 0 returned {spec}, lane {lane} {other}",
+                    "Return one structure from every lane",
+                )
+            of_lanes.append(leaves)
+        columns = zip(*of_lanes, strict=True)
+        declarations = declared.below(spec)
+        depth = len(self.path)
+        joined = []
+        for path, parts, each in zip(spec.paths(), columns, declarations, strict=True):
+            self.path += path
+            self.siblings = siblings  # a list among the leaves leaves its own items there
+            joined.append(self.join_leaves(parts, each))
+            del self.path[depth:]
+        return unflatten(spec, joined)
+
+    def join_leaves(self, column: Sequence[Any], declared: Declared) -> Any:
+        """Return the one value of all lanes at a leaf, or the one list."""
+        first = column[0]
+        self.check_kinds(column, declared)
+        if first is None:
+            return None
+        if type(first) in SEQUENCES:
+            return self._join_sequences(column, declared)
+        if isinstance(first, WholeLeaf):
+            return self._join_registered(column, declared)
+        if isinstance(first, torch.Tensor) and first.is_nested and first.layout is torch.strided:
+            refuse("a nested tensor has no dim to join on")
+        if declared.out_dim is None:
+            self._refuse_reduced_constant(first, declared)
+            return self._take_equal(column)
+        if are_tensors(column) or is_array(first):
+            return self._join_arrays(column, declared)
+        if is_number(first):
+            return self._join_numbers(column, declared)
+        return self._take_one(column)
+
+    def check_kinds(self, column: Sequence[Any], declared: Declared) -> None:
+        """Refuse values of several kinds, and a declaration of the parts of a leaf."""
+        refuse_tree("out_dims", declared.out_dim, type(column[0]))
+        kinds = {type(value) for value in column}
+        # Parameters next to tensors are tensors, and 1 next to 1.0 is a number.
+        if len(kinds) == 1 or are_tensors(column) or are_numbers(column):
+            return
+        names = " and ".join(sorted(kind.__name__ for kind in kinds))
+        refuse("", "Return one type", returned=f"values of type {names}")
+
+    def _refuse_reduced_constant(self, value: Any, declared: Declared) -> None:
+        """Refuse a place that two options declare in different ways."""
+        if declared.reduce is None:
+            return
+        if declared.names_reduce or is_number(value):
+            refuse(
+                "out_dims=None says that every lane returned the same value, and "
+                f"reduce={declared.reduce!r} puts different values together",
+                "Keep one of them",
+            )
+
+    # Tensors and arrays
+
+    def _join_arrays(self, column: Sequence[Any], declared: Declared) -> Any:
+        """Join tensors, or numpy arrays."""
+        first = column[0]
+        has_dims = first.ndim > 0
+        # A reduction that names this place comes before its rows: the user knows the output.
+        is_reduced = declared.names_reduce and declared.reduce is not None
+        if has_dims and is_reduced:
+            return self._reduce_arrays(column, declared)
+        dim = self._row_dim(declared)
+        takes_any_rows = declared.out_dim == "ragged" or self.lanes == 1
+        if has_dims and not takes_any_rows and self._follows_rows(column, declared, dim):
+            return self._concatenate(column, dim, declared)
+        # A parameter that all lanes return is one value, but not if its rows were joined above.
+        original = self._original(column)
+        if original is not None:
+            return move(original, self.device)
+        if not has_dims:
+            return self._join_numbers(column, declared)
+        if takes_any_rows:
+            return self._concatenate(column, dim, declared)
+        # `reduce` for a whole output means its numbers, unless the tensor is the whole output.
+        if declared.reduce is None or self.path:
+            advice = _PROVES_NOTHING if are_all_equal(column) else ""
+            refuse(f"without the rows on dim {dim}", advice, returned=describe_column(column))
+        return self._reduce_arrays(column, declared)
+
+    def _row_dim(self, declared: Declared) -> int:
+        """Return the dim of the rows of a place, if it has rows."""
+        out_dim = declared.out_dim
+        return out_dim if isinstance(out_dim, int) else self.rules.dim
+
+    def _follows_rows(self, column: Sequence[Any], declared: Declared, dim: int) -> bool:
+        """True if tensors or arrays have the rows of their shards on `dim`, or no rows at all."""
+        sizes = sizes_on(column, dim)
+        if declared.out_dim is UNDECLARED:
+            self._check_proof()
+            are_empty = set(sizes) == {0}  # joining no rows adds nothing
+            return are_empty or sizes == self.rows
+        if sizes != self.rows:
+            refuse(f"without the rows on dim {dim}", returned=describe_column(column))
+        return True
+
+    def _concatenate(self, parts: Sequence[Any], dim: int, declared: Declared) -> Any:
+        """Return tensors next to each other along `dim`, on the output device; or arrays."""
+        first, device = parts[0], self.device
+        if len(parts) == 1:
+            return move(first, device)
+        if not all(-part.ndim <= dim < part.ndim for part in parts):
+            refuse(f"which have no dim {dim} in common", returned=describe_column(parts))
+        try:
+            if not isinstance(first, torch.Tensor):
+                return concatenate_arrays(parts, dim)
+            self._check_tensors(parts)
+            # Parts with different numbers of dims cannot be padded to one shape.
+            may_pad = self.rules.join == "pad" and len({part.ndim for part in parts}) == 1
+            if may_pad and not are_alike(parts, dim):
+                value = self._choose_padding(first.dtype, declared.pad_value)
+                parts = pad(parts, dim, value)
+            if device is not None and are_of_one_form(parts, dim, device):
+                return write_into_one(parts, dim, device)
+            moved = [move(part, device) for part in parts]
+            return torch.cat(moved, dim)
+        except (IndexError, RuntimeError, ValueError) as error:
+            # Shapes are compared only now: nearly all parts can be concatenated.
+            if are_alike(parts, dim):
+                raise
+            why = f"which differ beyond dim {dim}"
+            raise Refusal(why, returned=describe_column(parts)) from error
+
+    def _check_tensors(self, parts: Sequence[torch.Tensor]) -> None:
+        """Refuse tensors that torch.cat would join with a loss."""
+        first = parts[0]
+        if first.is_quantized:
+            refuse(
+                "which may have different scales",
+                "Return tensor.dequantize()",
+                returned="quantized tensors",
+            )
+        names = ", ".join(list_attributes(first))
+        if names and not self.rules.as_torch:
+            registration = registration_of(type(first))
+            refuse(
+                "which a joined tensor loses",
+                "Return the attributes as outputs of their own, or "
+                f"use {registration} to join them too",
+                returned=f"tensors with attributes of their own ({names})",
+            )
+        dtypes = sorted({str(part.dtype) for part in parts})
+        if len(dtypes) > 1:  # torch.cat would promote them
+            refuse("", "Return one dtype", returned=f"tensors of {' and '.join(dtypes)}")
+
+    def _choose_padding(self, dtype: torch.dtype, value: Any) -> Any:
+        """Return the value to pad with."""
+        refuse_tree("pad_value", value, torch.Tensor)
+        is_float = dtype.is_floating_point or dtype.is_complex
+        if value is not None:
+            # A float takes any number; an integer or a bool may change its value.
+            if is_float or fits(value, dtype):
+                return value
+            refuse(f"pad_value={value!r} is not a value of {dtype}", "Give this output another one")
+        # A zero is a label or a token in other outputs, so only one output of floats gets it.
+        self.padded += 1
+        if self.padded > 1:
+            refuse(MANY_PADDED)
+        if not is_float:
+            refuse(f"it holds {dtype}, and no padding is right for every output")
+        return 0
+
+    def _reduce_arrays(self, column: Sequence[Any], declared: Declared) -> Any:
+        """Reduce tensors or arrays without rows, such as confusion matrices.
+
+        The user names the reduction.
+        """
+        refuse_tree("reduce", declared.reduce, type(column[0]))
+        if len({part.shape for part in column}) > 1:
+            refuse(
+                "which reduce cannot put together",
+                "Leave this entry out of reduce",
+                returned=describe_column(column),
+            )
+        return self._reduce(column, declared)
+
+    def _join_numbers(self, column: Sequence[Any], declared: Declared) -> Any:
+        first = column[0]
+        refuse_tree("reduce", declared.reduce, type(first))
+        if self.rules.as_torch and not are_tensors(column):
+            if self.lanes == 1:
+                return first
+            refuse(
+                "which DataParallel joins as tensors alone",
+                "Return a 0-d tensor, which becomes a vector with one value per shard",
+                returned=f"one {type(first).__name__} each ({list_values(column)})",
+            )
+        if any(shape_of(part) for part in column):
+            refuse("which have no dim in common", returned=describe_column(column))
+        if isinstance(first, torch.Tensor) and self._may_be_rows(declared):
+            advice = "Keep the dim in the model (squeeze(1) instead of squeeze())"
+            if declared.out_dim is not UNDECLARED:
+                advice += ", or leave out out_dims: small batches then run plainly"
+            why = (
+                "each lane had one row and returned a 0-d tensor, which is either a number or that "
+                "row without its dim"
+            )
+            # An option can name an output with a key in `reduce`, but not the whole output.
+            raise Refusal(why, advice, has_cure=bool(self.path))
+        return self._reduce(column, declared)
+
+    def _may_be_rows(self, declared: Declared) -> bool:
+        """True if 0-d tensors may be rows of a model that squeezes a batch of one row."""
+        if self.lanes == 1 or not self.rows or max(self.rows) != 1:
+            return False
+        # The user who names this place, or gives a function of its values, knows it for a number.
+        if declared.names_reduce or declared.reduce not in ("mean", "sum"):
+            return False
+        return not self._has_rows_elsewhere()
+
+    def _has_rows_elsewhere(self) -> bool:
+        """True if another output of the call has the rows: the model keeps the dim of one row."""
+        # Looked at only for the last batch of a loader, which may have one row per lane.
+        leaves, spec = flatten(self.outputs[0])
+        of_lanes = [leaves]
+        for output in self.outputs[1:]:
+            leaves, other = flatten(output)
+            if other != spec:
+                return False
+            of_lanes.append(leaves)
+        columns = zip(*of_lanes, strict=True)
+        declarations = self.rules.declared.below(spec)
+        for column, declared in zip(columns, declarations, strict=True):
+            if not are_tensors(column):
+                continue
+            dim = self._row_dim(declared)
+            if sizes_on(column, dim) == self.rows:
+                return True
+        return False
+
+    def _reduce(self, column: Sequence[Any], declared: Declared) -> Any:
+        moved = [move(part, self.device) for part in column]
+        return reduce_numbers(moved, self.rows or [], declared.reduce)
+
+    # Lists
+
+    def _join_sequences(self, column: Sequence[Any], declared: Declared) -> Any:
+        first = column[0]
+        form = self.choose_form(column, declared)
+        if form == "items":
+            # A deque drops its oldest items, as that of the plain call would have done.
+            items: list[Any] = []
+            for value in column:
+                items += [move(item, self.device) for item in value]
+            return make_sequence(first, items)
+        if form == "one":
+            return self._take_one(column)
+        declarations = declared.parts(range(len(first)))
+        joined = []
+        for index, each in enumerate(declarations):
+            self.path.append(index)
+            values = [value[index] for value in column]
+            joined.append(self.join_values(values, each))
+            self.path.pop()
+        return make_sequence(first, joined)
+
+    def choose_form(
+        self, column: Sequence[Any], declared: Declared
+    ) -> Literal["items", "one", "parts"]:
+        """Return how lists are joined: their items in order, as one value, or item by item."""
+        lengths = list(map(len, column))
+        if isinstance(column[0], deque):
+            limits = {value.maxlen for value in column}
+            if len(limits) > 1:
+                shown = list_values(sorted(limits, key=str))  # None is among them
+                refuse("", returned=f"deques of maxlen {shown}")
+        if self._are_items(column, lengths, declared):
+            return "items"
+        if len(set(lengths)) > 1:
+            refuse("", returned=f"{list_values(lengths)} items")
+        # A list of texts under a declared dim has one item per row. This one has not, so it may
+        # only be a constant.
+        has_one_dim = declared.out_dim is not None and not is_tree(declared.out_dim)
+        if has_one_dim and any(map(_holds_texts, column)):
+            return "one"
+        return "parts"
+
+    def _are_items(self, column: Sequence[Any], lengths: list[int], declared: Declared) -> bool:
+        """True if lists have one item per row, or rows in any number.
+
+        False if their items are joined one by one.
+        """
+        out_dim = declared.out_dim
+        if self.lanes == 1 or out_dim is None or is_tree(out_dim):
+            return False
+        if self.rules.as_torch:
+            self._refuse_unclear_lists(column, lengths)
+            return False  # torch joins lists item by item
+        if isinstance(out_dim, int) and any(map(_holds_tensors, column)):
+            return False  # a list of tensors, each with its rows on that dim
+        if any(isinstance(item, ReturnedArgument) for item in chain(*column)):
+            return False  # a list with arguments: each is one object in all lanes
+        if out_dim == "ragged":
+            # A list may have any number of rows; a tuple of tensors is a structure.
+            if type(column[0]) is not tuple:
+                return True
+            leaves, _ = flatten(column)
+            return not any(map(is_array_like, leaves))
+        if out_dim is UNDECLARED:
+            if any(lengths):  # empty lists are the same list, whatever the sizes
+                self._check_proof()
+            return lengths == self.rows
+        if lengths != self.rows and any(lengths):
+            refuse("", returned=f"{list_values(lengths)} items")
+        return True
+
+    def _refuse_unclear_lists(self, column: Sequence[Any], lengths: list[int]) -> None:
+        """Refuse lists that may have one item per row: torch joins all lists item by item.
+
+        The items of other lists are tensors with the rows, such as the heads of a model, or 0-d
+        tensors, such as losses.
+        """
+        kind = type(column[0])
+        holds_tensors = any(map(_holds_tensors, column))
+        if kind is tuple and holds_tensors:  # a structure
+            return
+        of_lanes = [flatten(value)[0] for value in column]
+        # An argument is one object in all lanes, and not a row
+        if all(leaf is None or isinstance(leaf, ReturnedArgument) for leaf in chain(*of_lanes)):
+            return
+        tensors = [
+            [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves in of_lanes
+        ]
+        if holds_tensors and self._have_rows(tensors):
+            has_one_item_per_row = lengths == self.rows
+            if not has_one_item_per_row or self._are_outputs(column, tensors):
+                return
+        refuse(
+            "one item per row, or parts of every row",
+            "Return a tuple of tensors to join its items, or use parallel(model, devices), whose "
+            "unequal shards tell them apart",
+            returned=f"a {kind.__name__} of {list_values(lengths)} items",
+        )
+
+    def _have_rows(self, tensors: Sequence[Sequence[torch.Tensor]]) -> bool:
+        """True if the tensors of each lane have one size on the row dim, which is its row count."""
+        dim = self.rules.dim
+        for lane, of_lane in enumerate(tensors):
+            with_dim = [each for each in of_lane if -each.ndim <= dim < each.ndim]
+            sizes = {each.size(dim) for each in with_dim}
+            if len(sizes) > 1:
+                return False
+            if sizes and self.rows is not None and sizes != {self.rows[lane]}:
+                return False
+        return True
+
+    def _are_outputs(
+        self, column: Sequence[Any], tensors: Sequence[Sequence[torch.Tensor]]
+    ) -> bool:
+        """True if lists as long as their shards hold outputs of every row, such as heads."""
+        named: dict[Any, Any] = {}
+        if self.siblings is not None:
+            leaves, spec = self.siblings
+            for path, leaf in zip(spec.paths(), leaves, strict=True):
+                if path:
+                    named[path[-1]] = leaf
+        if are_auxiliary(column[0], named):
+            return True
+        # A dict per item is one row's result as a rule, and a vector per item may be a row.
+        first = next(item for item in chain(*column) if item is not None)
+        if isinstance(first, Mapping):
+            return False
+        return all(each.ndim >= 2 for each in chain(*tensors))
+
+    # Other values
+
+    def _join_registered(self, column: Sequence[WholeLeaf], declared: Declared) -> Any:
+        """Join values with registered rules. The rules count their rows."""
+        values = [leaf.value for leaf in column]
+        # An argument that the lanes pass on is the caller's own object.
+        original = self._original(values)
+        if original is not None:
+            return original
+        moved = values
+        if self.device is not None:
+            moved = [place_leaf(leaf, self.device) for leaf in column]
+        if declared.out_dim is None:
+            self._check_equal(column)
+        if declared.out_dim is None or self.lanes == 1:
+            return moved[0]
+        try:
+            found = [count_rows(value) for value in values]
+            has_other_rows = any(found) and found != self.rows
+            if has_other_rows and declared.out_dim != "ragged":
+                kind = type(values[0])
+                refuse("", returned=f"{list_values(found)} rows of a {kind.__name__}")
+            return join_parts(moved)
+        except GatherError as error:
+            raise Refusal(error.message) from error
+
+    def _take_one(self, column: Sequence[Any]) -> Any:
+        """Return the undeclared value that all lanes returned: one object, such as a constant.
+
+        Two lanes that both return the text "1 positive" do not mean "1 positive".
+        """
+        first = column[0]
+        # A device says nothing about rows. Shapes, ranges, and slices may count them.
+        is_one = isinstance(first, torch.device) or self._is_one_object(column)
+        if self.lanes > 1 and not is_one:
+            if isinstance(first, (str, bytes)):
+                advice = "" if are_all_equal(column) else "Return a list with one item per row"
+            elif is_sequence(first):
+                advice = ""
+            else:
+                advice = f"{registration_of(type(first))} says how to join them"
+            refuse("which are not one constant object", advice, returned=describe_column(column))
+        return self._take_equal(column)
+
+    def _is_one_object(self, column: Sequence[Any]) -> bool:
+        """True if all lanes returned one object, and did not make it."""
+        first = column[0]
+        if not all(value is first for value in column):
+            return False
+        # CPython has one object for each text of one character, and ``("a",) * 1`` is ``("a",)``,
+        # so lanes may have made a digit or a tuple of one item.
+        is_digit = isinstance(first, (str, bytes)) and first.isdigit()
+        may_be_made = is_digit or isinstance(first, tuple)
+        if may_be_made and len(first) == 1:
+            return self._original(column) is first
+        return True
+
+    def _take_equal(self, column: Sequence[Any]) -> Any:
+        """Return the value that all lanes returned, compared by value."""
+        original = self._original(column)
+        if original is None:
+            self._check_equal(column)
+            original = column[0]
+        return move(original, self.device)
+
+    def _check_equal(self, column: Sequence[Any]) -> None:
+        if are_all_equal(column):
+            return
+        values = [each.value if isinstance(each, WholeLeaf) else each for each in column]
+        shapes = {shape_of(value) for value in values}
+        have_one_shape = len(shapes) == 1 and None not in shapes
+        why = "whose values differ" if have_one_shape else "which differ"
+        refuse(why, returned=describe_column(values))
+
+    def _check_proof(self) -> None:
+        """Refuse an undeclared output of shards of equal sizes, as of NeuronCores."""
+        if self.lanes == 1 or self.takes_proof:
+            return
+        if self.rows is not None and len(set(self.rows)) == 1:
+            refuse(
+                f"all lanes had {self.rows[0]} rows, which does not show whether this output "
+                "follows the rows"
+            )
+
+    def _original(self, parts: Sequence[Any]) -> Any:
+        """Return the one value that all lanes returned, or returned their copies of; else None.
+
+        It is a parameter, or an argument that was not cut. Another tensor that all lanes returned
+        is not one value: each lane may have written its rows into it.
+        """
+        last = parts[-1]
+        if self.originals is None:  # the arguments of the lanes are not known
+            is_shared = self.lanes > 1 and all(part is last for part in parts)
+            return last if is_shared else None
+        originals = self.originals()
+        value = originals[-1](last)
+        if value is None:
+            return None
+        for part, find in zip(parts, originals, strict=True):
+            if part is not value and find(part) is not value:
+                return None
+        return value
+
+
+def _holds_tensors(value: Any) -> bool:
+    """True if a value holds a tensor, or an object with registered rules."""
+    leaves, _ = flatten(value)
+    return any(isinstance(leaf, (torch.Tensor, WholeLeaf)) for leaf in leaves)
+
+
+def is_sequence(node: Any) -> bool:
+    """True for a list, a tuple, or a deque."""
+    return type(node) in SEQUENCES
+
+
+def _holds_texts(value: Any) -> bool:
+    """True for texts or other values: lanes may have any number of them.
+
+    Arrays, numbers, and sequences are joined by their own rules.
+    """
+    leaves: list[Any] = []
+    for item in value:
+        found, _ = flatten(item, is_sequence)
+        leaves += found
+    for leaf in leaves:
+        if isinstance(leaf, (*SEQUENCES, WholeLeaf, ReturnedArgument)):
+            return False
+        if is_array_like(leaf) or is_number(leaf):
+            return False
+    return any(leaf is not None for leaf in leaves)
+
+
+def move(value: Any, device: torch.device | None) -> Any:
+    """Return a value on a device."""
+    if device is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    leaves, spec = flatten(value)
+    moved = []
+    for leaf in leaves:
+        if isinstance(leaf, WholeLeaf):
+            moved.append(place_leaf(leaf, device))
+        elif isinstance(leaf, torch.Tensor):
+            moved.append(leaf.to(device))
+        else:
+            moved.append(leaf)
+    return unflatten(spec, moved)
