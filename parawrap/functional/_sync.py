@@ -6,6 +6,7 @@ import pickle
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -22,6 +23,7 @@ from parawrap.tree import address, flatten, is_dense, replace_nodes, unflatten
 # The bytes of one collective. They are copied into one tensor, and a device may lack the memory for
 # a copy of the whole model.
 _MOST_BYTES = 64 << 20
+_LOAD = "Load a checkpoint in all ranks instead."
 
 
 @runtime_checkable
@@ -118,30 +120,31 @@ def sync(
     if ranks == 1:
         return
     named = _name_tensors(model, optimizers)
-    report = _Report(src, _find_problem(model, optimizers, named))
     is_source = dist.get_rank() == src
-    sent: list[Tensor] = []
+    state_tensors = _StateTensors()
+    report = _Report(src, _find_problem(model, optimizers, named))
     if report.problem is None:
         report.descriptions = _describe(optimizers, named)
         report.descriptions += [f"stateful: {type(each).__qualname__}" for each in stateful]
         if is_source:
-            sent = _pack_states(optimizers, stateful, report)
+            _pack_states(optimizers, stateful, state_tensors, report)
     # Errors are reported too: if one rank raised here, the others would wait for it
     reports = gather_objects(report)
+    # No value changes before all ranks have passed this check.
     _check_reports(reports)
     tensors = list({id(tensor): tensor for _, tensor in named}.values())
-    received = _Received(sent)
-    filled = []
-    others = []
-    if not is_source:
+    if is_source:
+        with torch.no_grad():
+            _broadcast([*tensors, *state_tensors.by_slot()], src)
+    else:
         states, others = pickle.loads(reports[src].states)
-        filled = [received.fill(*each) for each in zip(optimizers, states, strict=True)]
-    with torch.no_grad():
-        _broadcast([*tensors, *received.tensors()], src)
-    for each, state in zip(optimizers, filled, strict=not is_source):
-        _replace_state(each, state)
-    for taker, state in zip(stateful, others, strict=not is_source):
-        taker.load_state_dict(state)
+        filled = [state_tensors.fill(*each) for each in zip(optimizers, states, strict=True)]
+        with torch.no_grad():
+            _broadcast([*tensors, *state_tensors.by_slot()], src)
+        for each, state in zip(optimizers, filled, strict=True):
+            _replace_state(each, state)
+        for taker, state in zip(stateful, others, strict=True):
+            taker.load_state_dict(state)
     for tensor in tensors:
         if tensor.is_leaf:
             tensor.grad = None
@@ -206,13 +209,15 @@ def _state_of(optimizer: Optimizer) -> dict[str, Any]:
     for each in options:
         del each["params"]
     numbers = {id(each): number for number, each in enumerate(_parameters_of(optimizer))}
+    of_parameters: dict[int, Any] = {}
+    other: dict[Any, Any] = {}
     # Not ``optimizer.state[parameter]``, which creates a state
-    states = optimizer.state.items()
-    return {
-        "param_groups": options,
-        "state": {numbers[id(key)]: state for key, state in states if id(key) in numbers},
-        "other": {key: state for key, state in states if not isinstance(key, Tensor)},
-    }
+    for key, state in optimizer.state.items():
+        if id(key) in numbers:
+            of_parameters[numbers[id(key)]] = state
+        elif not isinstance(key, Tensor):  # a parameter that has left the groups has no number
+            other[key] = state
+    return {"param_groups": options, "state": of_parameters, "other": other}
 
 
 def _find_problem(
@@ -221,44 +226,53 @@ def _find_problem(
     named: Sequence[tuple[str, Tensor]],
 ) -> str | None:
     """Return why the values cannot be copied, and what to do; None if they can."""
-    load = "Load a checkpoint in all ranks instead."
     fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and not loaded if unused
     if fsdp and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in model.modules()):
-        return f"model is sharded by FullyShardedDataParallel: each rank has other values. {load}"
+        return f"model is sharded by FullyShardedDataParallel: each rank has other values. {_LOAD}"
     tensors = list(named)
     for number, optimizer in enumerate(optimizers):
         if hasattr(optimizer, "consolidate_state_dict"):
             kind = type(optimizer).__qualname__
-            return f"the state of {kind} is sharded: each rank has other values. {load}"
+            return f"the state of {kind} is sharded: each rank has other values. {_LOAD}"
         leaves, spec = flatten(_state_of(optimizer))
         for path, leaf in zip(spec.paths(), leaves, strict=True):
             if isinstance(leaf, Tensor):
                 tensors.append((address(f"optimizer {number}", path), leaf))
     for name, tensor in tensors:
-        kind = type(tensor).__qualname__
-        if is_lazy(tensor):
-            return f"{name} has no shape yet. Run the model once in all ranks before."
-        if hasattr(tensor, "full_tensor"):
-            return f"{name} is a {kind}, a shard of the values: each rank has others. {load}"
-        has_parts = hasattr(tensor, "__tensor_flatten__")  # a class whose values are other tensors
-        if not is_dense(tensor) or has_parts or tensor.is_quantized or tensor.is_meta:
-            form = f"{kind} on {tensor.device} with {tensor.layout} and {tensor.dtype}"
-            return f"{name} is a {form}. sync copies dense tensors with data. {load}"
+        problem = _find_problem_of(tensor)
+        if problem is not None:
+            return f"{name} {problem}"
     return None
+
+
+def _find_problem_of(tensor: Tensor) -> str | None:
+    """Return why the values of one tensor cannot be copied, and what to do; None if they can."""
+    kind = type(tensor).__qualname__
+    if is_lazy(tensor):
+        return "has no shape yet. Run the model once in all ranks before."
+    if hasattr(tensor, "full_tensor"):
+        return f"is a {kind}, a shard of the values: each rank has others. {_LOAD}"
+    holds_tensors = hasattr(tensor, "__tensor_flatten__")  # a class that keeps its values in others
+    has_data = not (holds_tensors or tensor.is_quantized or tensor.is_meta)
+    if is_dense(tensor) and has_data:
+        return None
+    form = f"{kind} on {tensor.device} with {tensor.layout} and {tensor.dtype}"
+    return f"is a {form}. sync copies dense tensors with data. {_LOAD}"
 
 
 def _describe(optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Tensor]]) -> list[str]:
     """Describe what must be equal in all ranks."""
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     found = []
     for name, tensor in named:
-        tied = first.setdefault(id(tensor), name)
-        shape, stored = tuple(tensor.shape), tuple(_without_repeats(tensor, tensor).shape)
+        shape = tuple(tensor.shape)
         text = f"{name}: {tensor.dtype} {shape} on {tensor.device.type}"
+        stored = tuple(_without_repeats(tensor, tensor).shape)
         if stored != shape:
             text += f", expanded from {stored}"
-        if tied != name:
-            text += f", the same tensor as {tied}"
+        first = first_names.setdefault(id(tensor), name)
+        if first != name:
+            text += f", the same tensor as {first}"
         found.append(text)
     for number, optimizer in enumerate(optimizers):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -310,9 +324,9 @@ def _check_reports(reports: Sequence[_Report]) -> None:
 
 
 def _first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
-    length = max(len(one), len(other))
-    filled = [[*each, *["nothing more"] * (length - len(each))] for each in (one, other)]
-    return next(pair for pair in zip(*filled, strict=True) if pair[0] != pair[1])
+    """Return the first descriptions that differ; "nothing more" is the end of a list."""
+    pairs = zip_longest(one, other, fillvalue="nothing more")
+    return next((left, right) for left, right in pairs if left != right)
 
 
 # --- the state of optimizers ---
@@ -329,12 +343,13 @@ class _Slot:
 
     def fits(self, tensor: object) -> bool:
         """True if a tensor of this rank can take the values."""
-        return (
-            isinstance(tensor, Tensor)
-            and (tensor.shape, tensor.dtype) == (self.shape, self.dtype)
-            and tensor.device.type == self.device_type
-            and _without_repeats(tensor, tensor).shape == tensor.shape
-        )
+        if not isinstance(tensor, Tensor):
+            return False
+        form = tensor.shape, tensor.dtype, tensor.device.type
+        if form != (self.shape, self.dtype, self.device_type):
+            return False
+        # An expanded tensor has fewer elements than the values.
+        return _without_repeats(tensor, tensor).shape == tensor.shape
 
     def new_tensor(self, parameter: Tensor) -> Tensor:
         """Return a tensor for the values, next to its parameter and with the same strides."""
@@ -346,49 +361,51 @@ class _Slot:
 
 
 def _pack_states(
-    optimizers: Sequence[Optimizer], stateful: Sequence[Stateful], report: _Report
-) -> list[Tensor]:
-    """Add the source's states to the report. Return the optimizers' tensors, by slot."""
-    slots: dict[int, _Slot] = {}
-    tensors: list[Tensor] = []
-
-    def slot_of(tensor: Tensor) -> _Slot:
-        if id(tensor) not in slots:
-            form = tensor.shape, tensor.dtype, tensor.device.type
-            slots[id(tensor)] = _Slot(len(slots), *form)
-            tensors.append(tensor)
-        return slots[id(tensor)]
-
+    optimizers: Sequence[Optimizer],
+    stateful: Sequence[Stateful],
+    tensors: _StateTensors,
+    report: _Report,
+) -> None:
+    """Add the source's states to the report, and the tensors of the optimizers to `tensors`."""
     states = [_state_of(each) for each in optimizers]
     try:
-        others = [replace_nodes(each.state_dict(), _is_tensor, Tensor.cpu) for each in stateful]
-        with_slots = replace_nodes(states, _is_tensor, slot_of)
+        others = [
+            replace_nodes(each.state_dict(), torch.is_tensor, Tensor.cpu) for each in stateful
+        ]
+        with_slots = replace_nodes(states, torch.is_tensor, tensors.slot_of)
         report.states = pickle.dumps((with_slots, others))
     except Exception as error:  # noqa: BLE001 (classes of the user may raise anything)
         cure = "Keep only tensors and values that pickle supports in it"
         report.problem = f"a state cannot be sent: {error}. {cure}"
-    return tensors
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _is_slot(value: object) -> bool:
     return isinstance(value, _Slot)
 
 
-class _Received:
-    """The tensors of optimizer states, by the number of the slot: those of this rank, or new ones.
+class _StateTensors:
+    """The tensors of optimizer states, by the number of the slot.
 
-    Tensors that the rank has already are written in place: a CUDA graph may use them.
+    The source sends its own. Another rank receives into its own tensors if they fit, since a CUDA
+    graph may use them, and into new ones otherwise.
     """
 
-    def __init__(self, sent: Sequence[Tensor]) -> None:
-        self._tensors = dict(enumerate(sent))
+    def __init__(self) -> None:
+        self._tensors: dict[int, Tensor] = {}
+        self._slots: dict[int, _Slot] = {}  # by the id of the source's tensor
 
-    def tensors(self) -> list[Tensor]:
+    def by_slot(self) -> list[Tensor]:
+        """Return the tensors in the order of their slots, which all ranks have in common."""
         return [self._tensors[number] for number in sorted(self._tensors)]
+
+    def slot_of(self, tensor: Tensor) -> _Slot:
+        """Return the slot of a tensor of the source. A tensor in two places has one slot."""
+        if id(tensor) not in self._slots:
+            number = len(self._slots)
+            form = tensor.shape, tensor.dtype, tensor.device.type
+            self._slots[id(tensor)] = _Slot(number, *form)
+            self._tensors[number] = tensor
+        return self._slots[id(tensor)]
 
     def fill(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return the source's state with a tensor of this rank in each slot."""
@@ -398,30 +415,33 @@ class _Received:
         leaves, spec = flatten(state, _is_slot)  # otherwise a dataclass is a container
         for index, path in enumerate(spec.paths()):
             slot = leaves[index]
-            if _is_slot(slot):
-                parameter = parameters[path[1] if path[0] == "state" else 0]
-                leaves[index] = self._take(slot, own.get(path), parameter)
+            if not _is_slot(slot):
+                continue
+            # State of no parameter lies next to the first one.
+            number = path[1] if path[0] == "state" else 0
+            leaves[index] = self._take(slot, own.get(path), parameters[number])
         return unflatten(spec, leaves)  # type: ignore[no-any-return]
 
     def _take(self, slot: _Slot, own: Any, parameter: Tensor) -> Tensor:
         if slot.number not in self._tensors:
             # One tensor of this rank may stand in places where the source has two
             is_taken = any(own is each for each in self._tensors.values())
-            reuses = slot.fits(own) and not is_taken
-            self._tensors[slot.number] = own if reuses else slot.new_tensor(parameter)
+            if is_taken or not slot.fits(own):
+                own = slot.new_tensor(parameter)
+            self._tensors[slot.number] = own
         return self._tensors[slot.number]
 
 
 def _replace_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Give an optimizer the options and the state of the source."""
     for group, options in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        for name in [name for name in group if name != "params" and name not in options]:
+        for name in group.keys() - options.keys() - {"params"}:
             del group[name]
         group.update(options)
     parameters = _parameters_of(optimizer)
     optimizer.state.clear()
-    for number, each in state["state"].items():
-        optimizer.state[parameters[number]] = each
+    for number, of_parameter in state["state"].items():
+        optimizer.state[parameters[number]] = of_parameter
     optimizer.state.update(state["other"])
 
 
@@ -433,13 +453,13 @@ def _broadcast(tensors: Sequence[Tensor], src: int) -> None:
 
     All ranks have tensors of the same shapes, dtypes, and kinds of device, in the same order.
     """
-    backends = dist.get_backend_config(dist.group.WORLD)
+    backends = dist.get_backend_config(dist.group.WORLD)  # as in "cpu:gloo,cuda:nccl"
     devices = [each.partition(":")[0] for each in backends.split(",")]
     for bucket in _buckets(tensors):
         kind = bucket[0].device.type
         if kind not in devices:
             kind = "cpu" if "cpu" in devices else devices[0]
-        # Of another kind than the CPU, the current device: NCCL needs that of the rank
+        # The name of a kind is its current device, and NCCL needs that of the rank
         parts = [_bytes_of(tensor).to(kind) for tensor in bucket]
         packed = torch.cat(parts) if len(parts) > 1 else parts[0]
         dist.broadcast(packed, src)
@@ -452,7 +472,7 @@ def _broadcast(tensors: Sequence[Tensor], src: int) -> None:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors for one collective each, largest dtypes first.
+    """Yield the tensors of each collective: of one kind of device, the largest dtypes first.
 
     So the bytes of each tensor start at a multiple of the size of its elements.
     """
@@ -461,10 +481,11 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     size = 0
     for tensor in filled:
-        is_other_device = bool(bucket) and bucket[0].device.type != tensor.device.type
-        if bucket and (is_other_device or size + tensor.nbytes > _MOST_BYTES):
-            yield bucket
-            bucket, size = [], 0
+        if bucket:
+            is_full = size + tensor.nbytes > _MOST_BYTES
+            if is_full or bucket[0].device.type != tensor.device.type:
+                yield bucket
+                bucket, size = [], 0
         bucket.append(tensor)
         size += tensor.nbytes
     if bucket:
@@ -472,7 +493,7 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a dense tensor. No backend needs to know its dtype then."""
+    """Return the bytes of a dense tensor, which every backend can send, whatever the dtype."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.contiguous().view(-1).view(torch.uint8)
 
