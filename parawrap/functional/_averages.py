@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parawrap.functional._collectives import group_size
+from parawrap.functional._collectives import group_size, is_whole
 
 
 def average_params_grads(module: nn.Module, params: bool = False, grads: bool = True) -> None:
@@ -42,29 +42,42 @@ def average_params_grads(module: nn.Module, params: bool = False, grads: bool = 
     if group_size() == 1:
         return
     parameters = list(module.parameters())
-    gradients = [parameter.grad for parameter in parameters if grads and parameter.grad is not None]
-    if any(
-        hasattr(each, "full_tensor") or each.layout is not torch.strided
-        for each in (*parameters, *gradients)
-    ):
+    tensors: list[Tensor] = [*parameters]
+    if grads:
+        tensors += _gradients_of(parameters)
+    if not all(map(is_whole, tensors)):
         msg = (
             "average_params_grads takes whole, dense tensors. fully_shard averages gradients over "
             "the ranks itself: leave the call out. For an embedding, use sparse=False."
         )
         raise TypeError(msg)
     if grads and parameters:
-        has_gradient = torch.tensor(
-            [each.grad is not None for each in parameters], device=parameters[0].device
-        ).int()
-        dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
-        for parameter, is_used in zip(parameters, has_gradient.tolist(), strict=True):
-            if is_used and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        _average([parameter.grad for parameter in parameters if parameter.grad is not None])
+        _add_zeros(parameters)
+        _average(_gradients_of(parameters))
     if params:
-        _average(
-            [each.detach() for each in parameters if each.is_floating_point() or each.is_complex()]
-        )
+        _average([each.detach() for each in parameters if _has_mean(each)])
+
+
+def _gradients_of(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [each.grad for each in parameters if each.grad is not None]
+
+
+def _has_mean(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _add_zeros(parameters: list[nn.Parameter]) -> None:
+    """Give a parameter a gradient of zeros if only other ranks have a gradient for it.
+
+    All ranks must bring the same gradients to the collective.
+    """
+    has_gradient = [parameter.grad is not None for parameter in parameters]
+    # An integer, since not all backends reduce bools
+    is_used = torch.tensor(has_gradient, device=parameters[0].device).int()
+    dist.all_reduce(is_used, dist.ReduceOp.MAX)
+    for parameter, used in zip(parameters, is_used.tolist(), strict=True):
+        if used and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _average(tensors: list[Tensor]) -> None:
@@ -72,12 +85,13 @@ def _average(tensors: list[Tensor]) -> None:
 
     Tensors of one dtype and device share one collective.
     """
-    for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
-        alike = [tensor for tensor in tensors if (tensor.dtype, tensor.device) == kind]
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for alike in groups.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
         flat.div_(group_size())  # before the sum, which may be too large for float16
         dist.all_reduce(flat)
-        for tensor, mean in zip(
-            alike, flat.split([tensor.numel() for tensor in alike]), strict=True
-        ):
+        means = flat.split([tensor.numel() for tensor in alike])
+        for tensor, mean in zip(alike, means, strict=True):
             tensor.copy_(mean.view_as(tensor))

@@ -1,14 +1,16 @@
-"""The place of this process in the process group, and an exchange of objects."""
+"""The place of this process in the process group, and an exchange of objects between ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from parawrap.errors import GatherError, PlatformError
 from parawrap.launch import Platform, current_rank, inside_a_rank
+from parawrap.tree import is_dense
 
 T = TypeVar("T")
 
@@ -53,6 +55,11 @@ def require_group(helper: str) -> int:
     return group_size()
 
 
+def is_whole(tensor: torch.Tensor) -> bool:
+    """True if a tensor is dense, and not this rank's shard of a tensor, as of ``fully_shard``."""
+    return is_dense(tensor) and not hasattr(tensor, "full_tensor")
+
+
 def gather_objects(value: T) -> list[T]:
     """Return every rank's value, in rank order. torch pickles them."""
     if group_size() == 1:
@@ -65,11 +72,11 @@ def gather_objects(value: T) -> list[T]:
 def check_equal(helper: str, descriptions: Sequence[str | None], cure: str) -> None:
     """Raise GatherError if two ranks describe their values differently.
 
-    None is a rank whose values do not count.
+    The values of a rank with None do not count.
     """
     described = [(rank, each) for rank, each in enumerate(descriptions) if each is not None]
     for rank, description in described:
-        first, expected = described[0]
+        first, expected = described[0]  # here, since there may be none
         if description != expected:
             found = f"rank {first} has {expected}, but rank {rank} has {description}"
             msg = f"{helper}: the ranks' values differ: {found}. {cure}"

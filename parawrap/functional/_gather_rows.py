@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, SequentialSampler
 
 from parawrap.errors import GatherError
-from parawrap.functional._collectives import check_equal, gather_objects, require_group
+from parawrap.functional._collectives import check_equal, gather_objects, is_whole, require_group
 from parawrap.functional._rank_samplers import RankSampler
-from parawrap.tree import WholeLeaf, addresses, flatten, is_dense, replace_nodes, unflatten
+from parawrap.tree import WholeLeaf, addresses, flatten, replace_nodes, unflatten
 
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
+
+
+class _RankRows(NamedTuple):
+    """The rows of one rank, as the ranks exchange them.
+
+    Attributes:
+        indices: The place of each row in the dataset.
+        places: The address of each column in the tree.
+        columns: The tensors and lists of the tree, on the CPU.
+    """
+
+    indices: list[int]
+    places: list[str]
+    columns: list[Any]
+
+    def describe_columns(self) -> str | None:
+        """Describe the rows of all columns; None without rows, which may have any form."""
+        if not self.indices:
+            return None
+        return ", ".join(map(_describe, self.places, self.columns))
 
 
 def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
@@ -63,32 +85,27 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
     if sampler is None and ranks == 1:
         return tree
     indices, length = _find_indices(sampler, ranks)
-    leaves, spec = flatten(replace_nodes(tree, lambda value: type(value) is list, WholeLeaf))
+    leaves, spec = flatten(replace_nodes(tree, _is_list, WholeLeaf))  # a list is one column
     places = addresses(spec, ("tree",))
-    columns = [
-        _check_column(leaf, place, len(indices)) for leaf, place in zip(leaves, places, strict=True)
-    ]
-    reports = gather_objects((indices, places, [_move(column, _CPU) for column in columns]))
+    columns = []
+    for leaf, place in zip(leaves, places, strict=True):
+        columns.append(_check_column(leaf, place, len(indices)))
+    own = _RankRows(indices, places, [_move(column, _CPU) for column in columns])
+    of_ranks = gather_objects(own)
+    structures = [", ".join(each.places) for each in of_ranks]
+    check_equal("gather_rows", structures, "Give all ranks the same structure.")
+    order = _find_order(chain(*(each.indices for each in of_ranks)), length)
     check_equal(
         "gather_rows",
-        [", ".join(places) for _, places, _ in reports],
-        "Give all ranks the same structure.",
-    )
-    order = _find_order([index for indices, _, _ in reports for index in indices], length)
-    kinds = [
-        ", ".join(map(_describe, places, parts)) if indices else None
-        for indices, _, parts in reports
-    ]
-    check_equal(
-        "gather_rows",
-        kinds,
+        [each.describe_columns() for each in of_ranks],
         "If rows differ in shape, give a list with one item per row, such as list(tensor).",
     )
-    with_rows = [parts for indices, _, parts in reports if indices] or [columns]
-    gathered = [
-        _put_in_order(list(parts), order, column)
-        for *parts, column in zip(*with_rows, columns, strict=True)
-    ]
+    # Columns without rows may have another form, so they count only if no rank has rows.
+    with_rows = [each for each in of_ranks if each.indices] or [own]
+    gathered = []
+    for number, column in enumerate(columns):
+        parts = [each.columns[number] for each in with_rows]
+        gathered.append(_put_in_order(parts, order, _device_of(column)))
     return unflatten(spec, gathered)  # type: ignore[no-any-return]
 
 
@@ -99,12 +116,10 @@ def _find_indices(sampler: Any, ranks: int) -> tuple[list[int], int]:
     """Return the dataset indices of this rank's rows, and the length of the dataset."""
     if isinstance(sampler, DataLoader):
         loader: DataLoader[Any] = sampler
-        is_by_batches = loader.batch_size is None and loader.batch_sampler is not None
-        sampler = (
-            loader.batch_sampler
-            if is_by_batches and not isinstance(loader.sampler, RankSampler)
-            else loader.sampler
-        )
+        sampler = loader.sampler
+        has_own_batches = loader.batch_size is None and loader.batch_sampler is not None
+        if has_own_batches and not isinstance(sampler, RankSampler):
+            sampler = loader.batch_sampler  # DataLoader's sampler does not choose the rows then
     if isinstance(sampler, DistributedSampler):
         rows = sampler.rows() if isinstance(sampler, RankSampler) else sampler
         return list(rows), len(sampler.dataset)  # type: ignore[arg-type]
@@ -118,18 +133,18 @@ def _find_indices(sampler: Any, ranks: int) -> tuple[list[int], int]:
     raise TypeError(msg)
 
 
-def _find_order(indices: list[int], length: int) -> list[int]:
+def _find_order(indices: Iterable[int], length: int) -> list[int]:
     """Return the first position of each row of the dataset among the rows of all ranks."""
     first: dict[int, int] = {}
     for position, index in enumerate(indices):
         first.setdefault(index, position)
-    missing = [index for index in range(length) if index not in first]
-    if missing or len(first) > length:
+    missing = sum(index not in first for index in range(length))
+    unknown = len(first) - (length - missing)
+    if missing or unknown:
         msg = (
-            f"gather_rows: {len(missing)} row(s) of the dataset are missing on all ranks, and "
-            f"{len(first) - length + len(missing)} row(s) are not in this rank's dataset. Give "
-            "all ranks one dataset, a sampler with drop_last=False, and the same number of "
-            "epochs."
+            f"gather_rows: {missing} row(s) of the dataset are missing on all ranks, and "
+            f"{unknown} row(s) are not in this rank's dataset. Give all ranks one dataset, a "
+            "sampler with drop_last=False, and the same number of epochs."
         )
         raise GatherError(msg)
     return [first[index] for index in range(length)]
@@ -142,9 +157,7 @@ def _check_column(leaf: Any, place: str, rows: int) -> Any:
     """Return a tensor or a list of this many rows."""
     column = leaf.value if isinstance(leaf, WholeLeaf) else leaf
     kind = type(column).__qualname__
-    has_rows = isinstance(column, Tensor) and is_dense(column) and column.dim() > 0
-    is_shard = hasattr(column, "full_tensor")
-    if type(column) is not list and (is_shard or not has_rows):
+    if not (_is_list(column) or _has_rows(column)):
         msg = (
             f"{place} is a {kind}. gather_rows takes dense tensors with rows on dim 0, and lists "
             "with one item per row"
@@ -161,11 +174,27 @@ def _check_column(leaf: Any, place: str, rows: int) -> Any:
     return column
 
 
+def _is_list(value: object) -> bool:
+    """True for a list. A list of a subclass may have other entries than its items."""
+    return type(value) is list
+
+
+def _has_rows(value: object) -> bool:
+    return isinstance(value, Tensor) and is_whole(value) and value.dim() > 0
+
+
 def _move(column: Any, device: torch.device) -> Any:
     """Return a column with its tensors on a device, without their graphs."""
-    return replace_nodes(
-        column, lambda node: isinstance(node, Tensor), lambda tensor: tensor.detach().to(device)
-    )
+    return replace_nodes(column, torch.is_tensor, lambda tensor: tensor.detach().to(device))
+
+
+def _device_of(column: Any) -> torch.device:
+    """Return the device of the first tensor in a column; the CPU without one."""
+    leaves, _ = flatten(column)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            return leaf.device
+    return _CPU
 
 
 def _describe(place: str, column: Any) -> str:
@@ -175,10 +204,9 @@ def _describe(place: str, column: Any) -> str:
     return f"a list {place}"
 
 
-def _put_in_order(parts: list[Any], order: list[int], own: Any) -> Any:
-    """Return the rows of all ranks in the order of the dataset, on the device of the column."""
-    device = next((leaf.device for leaf in flatten(own)[0] if isinstance(leaf, Tensor)), _CPU)
+def _put_in_order(parts: list[Any], order: list[int], device: torch.device) -> Any:
+    """Return the rows of one column of all ranks in the order of the dataset, on a device."""
     if isinstance(parts[0], Tensor):
-        return torch.cat(parts)[order].detach().to(device)
-    items = [item for column in parts for item in column]
+        return torch.cat(parts)[order].to(device)
+    items = [*chain(*parts)]
     return _move([items[position] for position in order], device)

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from parawrap.functional._collectives import check_equal, gather_objects, require_group
-from parawrap.tree import addresses, flatten, is_dense, unflatten
+from parawrap.functional._collectives import check_equal, gather_objects, is_whole, require_group
+from parawrap.tree import addresses, flatten, unflatten
 
 T = TypeVar("T")
+
+
+class _RankMetrics(NamedTuple):
+    """The metrics of one rank, as the ranks exchange them.
+
+    Attributes:
+        description: All that must be equal on every rank.
+        weight: The weight of the rank.
+        numbers: The values, as tensors on the CPU.
+    """
+
+    description: str
+    weight: float
+    numbers: list[Tensor]
 
 
 def reduce_metrics(
@@ -62,30 +76,36 @@ def reduce_metrics(
         raise ValueError(msg)
     leaves, spec = flatten(values)
     places = addresses(spec, ("values",))
-    numbers = [_as_tensor(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
-    shapes = [f"{place} {tuple(each.shape)}" for place, each in zip(places, numbers, strict=True)]
+    numbers = []
+    forms = [f"op={op!r}"]
+    for leaf, place in zip(leaves, places, strict=True):
+        number = _as_tensor(leaf, place)
+        numbers.append(number)
+        forms.append(f"{place} {tuple(number.shape)}")
     require_group("reduce_metrics")
-    reports = gather_objects((", ".join([f"op={op!r}", *shapes]), own_weight, numbers))
+    of_ranks = gather_objects(_RankMetrics(", ".join(forms), own_weight, numbers))
     cure = "Give all ranks the same structure, shapes, and op. A rank with weight=0 does not count."
-    check_equal("reduce_metrics", [description for description, _, _ in reports], cure)
-    counted = [(weight, numbers) for _, weight, numbers in reports if weight]
+    check_equal("reduce_metrics", [each.description for each in of_ranks], cure)
+    counted = [each for each in of_ranks if each.weight]
     if op == "mean" and not counted:
         msg = (
             "reduce_metrics: weight is 0 on every rank, so the mean is not defined. Leave the call "
             "out, or give op='sum'."
         )
         raise ValueError(msg)
-    weights = [weight for weight, _ in counted]
-    columns = [[numbers[place] for _, numbers in counted] for place in range(len(leaves))]
-    reduced = [_reduce(*each, weights, op) for each in zip(leaves, numbers, columns, strict=True)]
+    weights = [each.weight for each in counted]
+    reduced = []
+    for index, leaf in enumerate(leaves):
+        parts = [each.numbers[index] for each in counted]
+        reduced.append(_reduce(leaf, numbers[index], parts, weights, op))
     return unflatten(spec, reduced)  # type: ignore[no-any-return]
 
 
 def _as_tensor(leaf: Any, place: str) -> Tensor:
-    """Return a value as an integer or float64 tensor on the CPU. MPS does not support float64."""
+    """Return a value as an int64 or float64 tensor on the CPU."""
     if isinstance(leaf, Real):
         return torch.tensor(float(leaf), dtype=torch.float64, device="cpu")
-    if not isinstance(leaf, Tensor) or not is_dense(leaf) or hasattr(leaf, "full_tensor"):
+    if not isinstance(leaf, Tensor) or not is_whole(leaf):
         kind = type(leaf).__qualname__
         msg = (
             f"{place} is a {kind}, not a number or a dense tensor. Leave it out, or give its "
@@ -98,23 +118,24 @@ def _as_tensor(leaf: Any, place: str) -> Tensor:
             "with .double()."
         )
         raise TypeError(msg)
-    return leaf.detach().to("cpu").to(torch.float64 if leaf.is_floating_point() else torch.int64)
+    dtype = torch.float64 if leaf.is_floating_point() else torch.int64
+    # The device first: MPS cannot make float64
+    return leaf.detach().to("cpu").to(dtype)
 
 
 def _reduce(leaf: Any, own: Tensor, parts: list[Tensor], weights: list[float], op: str) -> Any:
     """Return the weighted mean or sum of one value over the ranks, in the form of the value."""
-    if (
-        op == "sum"
-        and not own.is_floating_point()
-        and all(weight.is_integer() for weight in weights)
-    ):
-        # Exact
+    are_whole = all(weight.is_integer() for weight in weights)
+    if op == "sum" and are_whole and not own.is_floating_point():
+        # Exact, as float64 is not for large integers
         weighted = [part * int(weight) for part, weight in zip(parts, weights, strict=True)]
         return sum(weighted, torch.zeros_like(own)).to(leaf.device)
     weighted = [part.double() * weight for part, weight in zip(parts, weights, strict=True)]
     total = sum(weighted, torch.zeros_like(own, dtype=torch.float64))
     if op == "mean":
+        # One value is its mean, without the rounding of a product and a quotient
         total = total / sum(weights) if len(parts) > 1 else parts[0].double()
     if not isinstance(leaf, Tensor):
         return float(total)
-    return total.to(leaf.device, leaf.dtype if leaf.is_floating_point() else torch.float64)
+    dtype = leaf.dtype if leaf.is_floating_point() else torch.float64
+    return total.to(leaf.device, dtype)
