@@ -95,21 +95,19 @@ class RankSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[int]:
         self._rows = self._draw()
         self.draws += 1
-        self.epoch += int(self._counts_epochs)
+        if self._counts_epochs:
+            self.epoch += 1
         return iter(self._rows)
 
     def __len__(self) -> int:
         return super().__len__() if self._is_padded else len(self._share())
 
     def rows(self) -> Sequence[int]:
-        """Return the indices of this rank's rows in the last iteration.
-
-        Before the first, in that.
-        """
+        """Return the indices of this rank's rows in the last iteration; before any, in the next."""
         return self._draw() if self._rows is None else self._rows
 
     def _draw(self) -> Sequence[int]:
-        with torch.device("cpu"):
+        with torch.device("cpu"):  # torch's sampler draws on the default device
             if self._is_padded:
                 return list(super().__iter__())
             share = self._share()
@@ -125,5 +123,6 @@ class RankSampler(DistributedSampler[Any]):
         length = len(self.dataset)  # type: ignore[arg-type]  # a dataset with a length
         share, rest = divmod(length, self.num_replicas)
         start = self.rank * share + min(self.rank, rest)
-        has_one_more = self.rank < rest  # the first ranks share the rest
-        return range(start, start + share + int(has_one_more))
+        if self.rank < rest:  # the first ranks share the rest, with one more row each
+            share += 1
+        return range(start, start + share)

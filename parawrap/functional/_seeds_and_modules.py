@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from itertools import chain
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
@@ -22,7 +22,7 @@ from parawrap.launch import (
     make_current,
     seed_all,
 )
-from parawrap.tree import flatten, unflatten
+from parawrap.tree import replace_nodes
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -58,16 +58,16 @@ def optimiser_to(optimiser: torch.optim.Optimizer, device: torch.device | str | 
     >>> state["exp_avg"].device, state["step"].device
     (device(type='meta'), device(type='cpu'))
     """
-    groups = [
-        group for group in optimiser.param_groups if group.get("capturable") or group.get("fused")
-    ]
-    with_step_on_device = {parameter for group in groups for parameter in group["params"]}
+    # Only these options of torch need the counter on the device of the parameter.
+    with_step_on_device: set[Tensor] = set()
+    for group in optimiser.param_groups:
+        if group.get("capturable") or group.get("fused"):
+            with_step_on_device.update(group["params"])
     for parameter, state in optimiser.state.items():
         for name, value in state.items():
             if name != "step" or parameter in with_step_on_device:
-                leaves, spec = flatten(value)
-                state[name] = unflatten(
-                    spec, [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                state[name] = replace_nodes(
+                    value, torch.is_tensor, lambda tensor: tensor.to(device)
                 )
 
 
@@ -142,12 +142,14 @@ def to(
         >>> train()
         RankResults('DistributedDataParallel', 'DistributedDataParallel')
     """
-    target = _target(local_rank, device)
-    if not sync_modules or group_size() == 1 or isinstance(module, DistributedDataParallel):
+    target = _find_device(local_rank, device)
+    trains_alone = not sync_modules or group_size() == 1
+    if trains_alone or isinstance(module, DistributedDataParallel):
         return module.to(target)
     if target.type == "cuda" and has_batch_norm(module):
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     module = module.to(target)
+    # DistributedDataParallel refuses a module without gradients.
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
     ids = [target] if target.type == "cuda" else None
@@ -173,22 +175,25 @@ def unwrap(module: nn.Module) -> nn.Module:
         >>> train(), train.inline()
         (RankResults(['weight'], ['weight']), RankResults(['weight']))
     """
+    wrappers: tuple[Any, ...] = (DistributedDataParallel, nn.DataParallel)
     # Slow to import, and not loaded if no module uses it
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    wrappers = (
-        DistributedDataParallel,
-        nn.DataParallel,
-        *([fsdp.FullyShardedDataParallel] if fsdp else []),
-    )
+    if fsdp is not None:
+        wrappers += (fsdp.FullyShardedDataParallel,)
     inner: Any = module
-    while isinstance(inner, wrappers) or hasattr(inner, COMPILED):
-        inner = inner.module if isinstance(inner, wrappers) else getattr(inner, COMPILED)
-    return inner  # type: ignore[no-any-return]
+    while True:
+        if isinstance(inner, wrappers):
+            inner = inner.module
+        elif hasattr(inner, COMPILED):
+            inner = getattr(inner, COMPILED)
+        else:
+            return inner  # type: ignore[no-any-return]
 
 
-def _target(
+def _find_device(
     local_rank: int | None, device: Device | torch.device | str | int | None
 ) -> torch.device:
+    """Return the device of a rank, of a kind of device, or with a name of torch."""
     rank = current_rank() if inside_a_rank() else None
     if local_rank is not None:
         index = local_rank
@@ -197,13 +202,16 @@ def _target(
     else:
         index = int(os.environ.get("LOCAL_RANK", "0"))
     if device is None:
-        return (rank.platform if rank else Platform()).device_of(index)
-    if isinstance(device, str) and device.lower() in (*Device, "cuda"):
+        own: PlatformFields = Platform() if rank is None else rank.platform
+        return own.device_of(index)
+    if isinstance(device, str):  # also a Device
+        device = device.lower()
+    if device in (*Device, "cuda"):
         platform: PlatformFields = Platform(device=cast("Device", device))
         if rank is not None and rank.platform.device == platform.device:
             platform = rank.platform  # it knows which devices the ranks have
         return platform.device_of(index)
-    return torch.device(device.lower() if isinstance(device, str) else device)
+    return torch.device(device)
 
 
 def device(module: nn.Module) -> torch.device:
@@ -215,8 +223,7 @@ def device(module: nn.Module) -> torch.device:
     >>> device(torch.nn.Linear(1, 1))
     device(type='cpu')
     """
-    tensors: Iterable[Tensor] = (*module.parameters(), *module.buffers())
-    for tensor in tensors:
+    for tensor in chain(module.parameters(), module.buffers()):
         return tensor.device
     return current_rank().device if inside_a_rank() else torch.device("cpu")
 
@@ -237,6 +244,6 @@ def set_default_device(local_rank: int | None = None, platform: Platform | None 
     >>> where()
     RankResults('cpu', 'cpu')
     """
-    target = _target(local_rank, None if platform is None else platform.device)
+    target = _find_device(local_rank, None if platform is None else platform.device)
     make_current(target)
     torch.set_default_device(target)

@@ -1,4 +1,4 @@
-"""`shard_loader`: a DataLoader of which each rank reads its share of the rows."""
+"""`shard_loader`: a DataLoader that reads one rank's share of the rows."""
 
 from __future__ import annotations
 
@@ -97,6 +97,7 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
     plain: Any = type(loader)
     kind = _class_with_own_numbers(plain)
     sharded: L = kind.__new__(kind)
+    # Not __init__, which may have other arguments in a subclass
     vars(sharded).update(vars(loader), sampler=share, generator=torch.Generator(), _iterator=None)
     if batches is not None:
         vars(sharded)["batch_sampler"] = BatchSampler(share, batches.batch_size, drop_last)
@@ -126,13 +127,7 @@ def _find_sampler(loader: Any) -> Any:
         sampler = loader.sampler
     elif type(batches) is BatchSampler:
         sampler = batches.sampler
-    if type(sampler) is SequentialSampler:
-        return sampler
-    if (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-    ):
+    if type(sampler) is SequentialSampler or _draws_each_row_once(sampler):
         return sampler
     msg = (
         "shard_loader shards loaders with shuffle=True or shuffle=False, and this one has a "
@@ -143,11 +138,20 @@ def _find_sampler(loader: Any) -> Any:
     raise TypeError(msg)
 
 
+def _draws_each_row_once(sampler: Any) -> bool:
+    if type(sampler) is not RandomSampler or sampler.replacement:
+        return False
+    # With another number of samples, an epoch leaves rows out, or draws them again.
+    return bool(sampler.num_samples == len(sampler.data_source))
+
+
 def _agree_on_seed(sampler: Any, world_size: int) -> int:
     """Return rank 0's seed of a sampler's generator; 0 without a generator."""
     generator = getattr(sampler, "generator", None)
-    seed: int = 0 if generator is None else generator.initial_seed() % _SEEDS
-    if generator is None or world_size == 1:
+    if generator is None:
+        return 0
+    seed: int = generator.initial_seed() % _SEEDS
+    if world_size == 1:
         return seed
     require_group("shard_loader with a generator")
     return gather_objects(seed)[0]
@@ -170,24 +174,24 @@ class _OwnNumbers:
     def __iter__(self) -> Iterator[Any]:
         loader: Any = self
         share = loader.sampler
-        seeds = torch.initial_seed(), share.seed, find_place()[0], share.epoch
+        rank, _ = find_place()
+        seeds = torch.initial_seed(), share.seed, rank, share.epoch
         # A hash that is the same in every process
         seed = random.Random(repr(seeds)).randrange(_SEEDS)
         # Torch draws the seed of workers there
-        if loader.generator.device != (device := torch.get_default_device()):
+        device = torch.get_default_device()
+        if loader.generator.device != device:
             vars(loader)["generator"] = torch.Generator(device)
         loader.generator.manual_seed(seed)
         draws = share.draws
-        batches = super().__iter__()  # type: ignore[misc]  # pyright: ignore  # of DataLoader
+        batches: Iterator[Any] = super().__iter__()  # type: ignore[misc]  # pyright: ignore  # of DataLoader
         if not loader.num_workers:
             batches = _Batches(batches, seed)
+        _, plain = type(loader).__bases__
         # DataLoader itself keeps no batches
-        plain = type(loader).__bases__[1]
-        return (
-            batches
-            if self._has_drawn or plain is DataLoader
-            else self._check_first(batches, draws, plain.__name__)
-        )
+        if self._has_drawn or plain is DataLoader:
+            return batches
+        return self._check_first(batches, draws, plain.__name__)
 
     def _check_first(self, batches: Iterator[Any], draws: int, name: str) -> Iterator[Any]:
         """Yield batches. This process draws from the sampler before it has the first one.
@@ -201,7 +205,10 @@ class _OwnNumbers:
         loader: Any = self
         # A loop would call __iter__ again, which begins the next epoch of a loader that is its own
         # iterator
-        while (batch := next(batches, _END)) is not _END:
+        while True:
+            batch = next(batches, _END)
+            if batch is _END:
+                return
             if not self._has_drawn and loader.sampler.draws == draws:
                 msg = (
                     f"{name} yields batches that it keeps, or those of an iterator that it keeps, "
