@@ -268,7 +268,7 @@ def _write_message(
     """
     rows = trials.rows
     sentences = [_say_what(refused, rows)]
-    sentences += dict.fromkeys(place.reason.advice for place in refused)
+    sentences += dict.fromkeys(place.reason.advice for place in refused)  # each advice once
     pairs = [place for place in root.leaves() if _is_refused_pair(place, rows)]
     if pairs:
         sentences.append(_say_pairs(pairs))
@@ -370,7 +370,7 @@ def _say_other_dims(
             found[address("each", place.path)] = other
     if not found:
         return
-    others = dict.fromkeys(found.values())
+    others = dict.fromkeys(found.values())  # each once
     counts = ", ".join(f"{other.entries} on dim {other.dim}" for other in others)
     first, other = next(iter(found.items()))
     yield (
@@ -413,7 +413,9 @@ def _say_options(
         if len(cured) > 1:
             yield from _say_others(cured)
         yield from _say_words(cured)
-        yield from (_MEANINGS[name] for name in _MEANINGS if f"{name}=" in use)
+        for name, meaning in _MEANINGS.items():
+            if f"{name}=" in use:
+                yield meaning
     if rules.as_torch:
         # Advice on how to change the model comes before a list of outputs
         offers_lists = not options and not any(place.reason.advice for place in refused)

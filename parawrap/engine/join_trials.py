@@ -120,8 +120,8 @@ class OutputPlace:
             return False
         if dtype.is_floating_point or dtype.is_complex:
             return 0.0
-        is_label = "label" in str(self.path[-1:])
-        return _LABEL if is_label else 0
+        has_labels = bool(self.path) and "label" in str(self.path[-1])
+        return _LABEL if has_labels else 0
 
     def walk(self) -> Iterator[OutputPlace]:
         """Yield this place and all places below it."""
@@ -171,7 +171,7 @@ class Trials:
         try:
             opened = self._open(place)
             if opened is None:
-                joiner.padded = 0
+                joiner.padded = 0  # only the second of several is refused for being padded
                 self._join_whole(place)
                 place.is_padded = joiner.padded > 0
                 return place
@@ -232,7 +232,7 @@ class Trials:
         return len(set(lengths)) == 1 and lengths != self.rows
 
     def _join_whole(self, place: OutputPlace) -> None:
-        """Join a leaf, or containers of several structures."""
+        """Join a leaf, or containers of several structures. Only the refusal is of interest."""
         specs = [flatten(value, is_sequence)[1] for value in place.column]
         if all(spec.is_leaf() for spec in specs):
             self._joiner.join_leaves(place.column, place.declared)
@@ -302,6 +302,7 @@ class Trials:
         if have_dims(place.column):
             return self._list_cures_of_arrays(place)
         rows = self._as_rows(place)
+        # "ragged" last: it joins lists of any length.
         return [rows.change(out_dim="items"), self._as_constant(place), _as_ragged(rows)]
 
     def _list_cures_of_numbers(self, place: OutputPlace) -> list[Cure]:

@@ -85,6 +85,7 @@ def _average(tensors: list[Tensor]) -> None:
 
     Tensors of one dtype and device share one collective.
     """
+    # In the order of the parameters, so that all ranks begin the same collectives.
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -111,7 +111,7 @@ def sync(
     optimizers = _check_arguments(model, optimizer)
     _check_stateful(stateful)
     ranks = require_group("sync")
-    if type(src) is not int or not 0 <= src < ranks:
+    if type(src) is not int or not 0 <= src < ranks:  # True is not a rank
         valid = "Use 0" if ranks == 1 else f"Use 0 to {ranks - 1}"
         msg = f"src={src!r} is not a rank of the process group, which has {ranks}. {valid}."
         if isinstance(src, Stateful):
@@ -133,6 +133,7 @@ def sync(
     # No value changes before all ranks have passed this check.
     _check_reports(reports)
     tensors = list({id(tensor): tensor for _, tensor in named}.values())
+    # From here on, an interrupt leaves this rank with some values of each, until the next sync.
     if is_source:
         with torch.no_grad():
             _broadcast([*tensors, *state_tensors.by_slot()], src)

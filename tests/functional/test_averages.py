@@ -104,8 +104,10 @@ def test_other_tensors_are_refused(ranks):
         embedding = nn.Embedding(4, 2, sparse=True)
         embedding(torch.tensor([0, 3])).sum().backward()
         sharded = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)))
+        nested = Parameters(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
         for module, cure in (
             (embedding, "use sparse=False"),
+            (nested, "takes whole, dense tensors"),
             (sharded, "fully_shard averages gradients over the ranks"),
         ):
             with pytest.raises(TypeError, match=cure):
