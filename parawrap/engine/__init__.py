@@ -87,8 +87,8 @@ call.py             | a cut call, whole: `Stub`, `Calls`;  | api/parallel/test_a
 called_code.py      | `find_writes`: code that forward     | api/parallel/test_shared_by_lanes.py
                     | leads to; writes of weights,         | api/parallel/test_modes.py
                     | globals, generators                  |
-columns.py          | values of all lanes at one place:    | api/parallel/test_joining.py
-                    | kinds, sizes, equality               | api/parallel/test_cures_of_outputs.py
+columns.py          | values of all lanes at one place:    | engine/test_join_outputs.py
+                    | kinds, equality, words               | api/parallel/test_joining.py
 concatenate.py      | join tensors on the output device,   | engine/test_concatenate.py
                     | pad them; reduce numbers, or refuse  | engine/test_reduce_numbers.py
                     | them                                 |
@@ -128,6 +128,8 @@ lanes.py            | lanes: their guarantees, threads,    | api/parallel/test_c
 model_state.py      | `ModelState.is_current`: compare the | api/parallel/test_freshness.py
                     | model with its state at the last     |
                     | refresh                              |
+output_place.py     | `OutputPlace`, `Cure`: one place of  | api/parallel/test_cures_of_outputs.py
+                    | a refused output, its sizes          |
 parameter_copies.py | copies of parameters on other        | devices/test_parameter_copies.py
                     | devices, and the way of gradients    | engine/test_gradients_of_copies.py
                     | back                                 |

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numbers
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -65,7 +65,7 @@ def have_dims(column: Sequence[Any]) -> bool:
     return all(shape_of(part) for part in column)
 
 
-# Sizes. `rows` are the row counts of the shards; None if they are not known.
+# Sizes
 
 
 def sizes_on(column: Sequence[Any], dim: int) -> list[int]:
@@ -74,59 +74,6 @@ def sizes_on(column: Sequence[Any], dim: int) -> list[int]:
         return [part.shape[dim] for part in column]
     except IndexError:
         return []
-
-
-def have_different_sizes(rows: Sequence[int] | None) -> bool:
-    """True if shards differ in size, so a size that does not come from the rows cannot match."""
-    return len(set(rows or ())) > 1
-
-
-def dims_with_rows(column: Sequence[Any], rows: Sequence[int] | None) -> list[int]:
-    """Return the dims with as many entries in every part as its shard has rows."""
-    if not rows:
-        return []
-    shapes = [shape_of(part) or () for part in column]
-    dims = range(min(map(len, shapes)))
-    return [dim for dim in dims if sizes_on(column, dim) == list(rows)]
-
-
-def compares_rows(column: Sequence[Any], rows: Sequence[int] | None) -> bool:
-    """True if two dims have the rows of each shard, and the shards have different sizes."""
-    return have_different_sizes(rows) and len(dims_with_rows(column, rows)) > 1
-
-
-def count_per_row(column: Sequence[Any], rows: Sequence[int] | None, dim: int) -> int | None:
-    """Return the same number of entries on `dim` that every row has, from 2 on; None if none."""
-    sizes = sizes_on(column, dim)
-    if not rows or not sizes or 0 in rows:
-        return None
-    count = sizes[0] // rows[0]
-    is_same = sizes == [count * each for each in rows]
-    return count if count > 1 and is_same else None
-
-
-class OtherDim(NamedTuple):
-    """A dim with several entries per row, which is not the dim of the rows."""
-
-    dim: int
-    entries: int
-
-
-def find_other_dim(column: Sequence[Any], rows: Sequence[int] | None, dim: int) -> OtherDim | None:
-    """Return the one dim with several entries per row, if it is not `dim`.
-
-    None if another dim has the rows, or if the sizes of the shards prove nothing.
-    """
-    if not have_different_sizes(rows) or dims_with_rows(column, rows):
-        return None
-    found = []
-    for each in range(min(len(part.shape) for part in column)):
-        entries = count_per_row(column, rows, each)
-        if entries is not None:
-            found.append(OtherDim(each, entries))
-    if len(found) != 1 or found[0].dim == dim:
-        return None
-    return found[0]
 
 
 def are_auxiliary(items: Sequence[Any], beside: Mapping[Any, Any]) -> bool:

@@ -12,19 +12,14 @@ from typing import Any
 import torch
 
 from parawrap.engine.columns import (
-    OtherDim,
-    are_numbers,
     are_tensors,
-    compares_rows,
     describe_column,
-    dims_with_rows,
-    find_other_dim,
-    have_dims,
     list_values,
 )
 from parawrap.engine.join_rules import JoinRules, Refusal
-from parawrap.engine.join_trials import OutputPlace, Trials
+from parawrap.engine.join_trials import Trials
 from parawrap.engine.joiner import MANY_PADDED, Joiner, is_sequence
+from parawrap.engine.output_place import OtherDim, OutputPlace
 from parawrap.engine.rules.transformers_caches import WITHOUT_CACHE, is_cache
 from parawrap.errors import name_section
 from parawrap.tree import UNDECLARED, WholeLeaf, address
@@ -171,7 +166,7 @@ def _holds_for_each(place: OutputPlace, entry: Any, name: str) -> bool:
     if name == "pad_value":
         return False
     if name == "reduce":  # of a whole list, it reduces the numbers alone
-        return all(are_numbers(leaf.column) for leaf in leaves)
+        return all(leaf.holds_numbers for leaf in leaves)
     if entry is None:
         return True
     # "ragged" for a list, other than for a tuple, joins the lists of the lanes, not their outputs.
@@ -193,10 +188,10 @@ def _leaves_of(entries: tuple[Any, ...]) -> list[Any]:
 def _own_reduction(place: OutputPlace, given: Any) -> Any:
     """Return the entry of a part of an output with one reduction, which holds for numbers alone."""
     if place.parts:
-        has_numbers = any(are_numbers(leaf.column) for leaf in place.leaves())
+        has_numbers = any(leaf.holds_numbers for leaf in place.leaves())
         return given if has_numbers else None
     declared = place.declared if place.cure is None else place.cure.declared
-    return declared.reduce if are_numbers(place.column) else None
+    return declared.reduce if place.holds_numbers else None
 
 
 def _is_changed(place: OutputPlace, name: str) -> bool:
@@ -217,7 +212,7 @@ def _changes_entry(leaf: OutputPlace, name: str) -> bool:
         if new is None and leaf.cure.is_constant and leaf.path:
             return False
         # A reduction for the whole output holds for its numbers, and an array must be named
-        if leaf.cure.declared.names_reduce and have_dims(leaf.column):
+        if leaf.cure.declared.names_reduce and leaf.holds_arrays:
             return True
     # 0 and False are equal, and different paddings
     is_same = old is new or (type(old) is type(new) and old == new)
@@ -269,16 +264,19 @@ def _write_message(
     rows = trials.rows
     sentences = [_say_what(refused, rows)]
     sentences += dict.fromkeys(place.reason.advice for place in refused)  # each advice once
-    pairs = [place for place in root.leaves() if _is_refused_pair(place, rows)]
+    pairs = []
+    for place in root.leaves():
+        if place.refusal is not None and place.compares_rows:
+            pairs.append(place)
     if pairs:
         sentences.append(_say_pairs(pairs))
         for place in root.leaves():
             # A loss next to the pairs compares only the rows of its lane
-            if are_numbers(place.column):
+            if place.holds_numbers:
                 place.cure = place.other = None
     else:
-        sentences += _say_possible_pairs(root, rows)
-    beyond = [*_say_other_dims(root, rows, rules)]
+        sentences += _say_possible_pairs(root)
+    beyond = [*_say_other_dims(root, rules)]
     sentences += beyond
     if any(map(_is_of_cache, refused)):
         sentences.append(WITHOUT_CACHE)
@@ -287,11 +285,6 @@ def _write_message(
     else:
         sentences += _say_options(root, rules, trials, is_final=bool(pairs or beyond))
     return ". ".join(filter(None, sentences))
-
-
-def _is_refused_pair(place: OutputPlace, rows: Sequence[int] | None) -> bool:
-    is_refused = place.refusal is not None
-    return is_refused and have_dims(place.column) and compares_rows(place.column, rows)
 
 
 def _say_what(refused: Sequence[OutputPlace], rows: Sequence[int] | None) -> str:
@@ -339,17 +332,17 @@ def _say_pairs(pairs: Sequence[OutputPlace]) -> str:
     )
 
 
-def _say_possible_pairs(root: OutputPlace, rows: Sequence[int] | None) -> Iterator[str]:
+def _say_possible_pairs(root: OutputPlace) -> Iterator[str]:
     """Yield what to do with outputs that compare rows with rows, if the sizes do not prove it.
 
     Shards of one size may have as many rows as an output has features.
     """
     places = [*root.leaves()]
     # A loss, or a count, may be one of the comparisons that another output holds
-    has_number = any(each.refusal is not None and are_numbers(each.column) for each in places)
+    has_number = any(each.refusal is not None and each.holds_numbers for each in places)
     for place in places:
-        may_compare = have_dims(place.column) and (place.refusal is not None or has_number)
-        if may_compare and len(dims_with_rows(place.column, rows)) > 1:
+        may_compare = place.holds_arrays and (place.refusal is not None or has_number)
+        if may_compare and len(place.dims_with_rows()) > 1:
             yield (
                 f"If {place.name} compares rows with rows, no option joins it, nor a loss of it: "
                 f"let {_EMBEDDINGS}"
@@ -357,15 +350,13 @@ def _say_possible_pairs(root: OutputPlace, rows: Sequence[int] | None) -> Iterat
             return
 
 
-def _say_other_dims(
-    root: OutputPlace, rows: Sequence[int] | None, rules: JoinRules
-) -> Iterator[str]:
+def _say_other_dims(root: OutputPlace, rules: JoinRules) -> Iterator[str]:
     """Yield what to do with outputs that have several entries per row on another dim."""
     found: dict[str, OtherDim] = {}
     for place in root.leaves():
-        if place.refusal is None or place.cure is not None or not have_dims(place.column):
+        if place.refusal is None or place.cure is not None or not place.holds_arrays:
             continue
-        other = find_other_dim(place.column, rows, rules.dim)
+        other = place.find_other_dim(rules.dim)
         if other is not None:
             found[address("each", place.path)] = other
     if not found:

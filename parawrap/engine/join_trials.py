@@ -6,136 +6,24 @@ declaration was tried on the outputs of the call before an error names it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from operator import is_not
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
-from parawrap.engine.columns import (
-    are_numbers,
-    are_tensors,
-    compares_rows,
-    count_per_row,
-    dims_with_rows,
-    find_other_dim,
-    have_different_sizes,
-    have_dims,
-    list_values,
-    shape_of,
-)
+from parawrap.engine.columns import are_tensors, list_values, shape_of
 from parawrap.engine.join_rules import (
     Declared,
-    JoinMode,
     JoinRules,
     Refusal,
     is_tree,
 )
 from parawrap.engine.joiner import Flat, Joiner, is_sequence
-from parawrap.tree import TENSOR, UNDECLARED, address, flatten
-
-_LABEL = -100  # what the losses of torch skip
-
-
-class Cure(NamedTuple):
-    """A declaration of one place that joins it.
-
-    Attributes:
-        declared: The entries of the place.
-        join: The option `join`.
-        note: What the sizes say, for the error.
-    """
-
-    declared: Declared
-    join: JoinMode
-    note: str = ""
-
-    @property
-    def is_constant(self) -> bool:
-        """True if it declares one value that is the same in every lane."""
-        return self.declared.out_dim is None
-
-    def change(self, **entries: Any) -> Cure:
-        """Return it with other entries."""
-        return self._replace(declared=self.declared._replace(**entries))
-
-
-@dataclass
-class OutputPlace:
-    """One place of an output: a value of all lanes, or a container with its parts.
-
-    Attributes:
-        path: The keys that lead to it.
-        column: The value of each lane.
-        declared: Its declarations.
-        refusal: Why it cannot be joined; None if it can, or if its parts say why.
-        parts: The parts of a container, by key.
-        is_tuple: True if options declare the parts by position.
-        cure: The declaration that joins it.
-        other: The declaration for another meaning of the same values.
-        is_padded: True if it was padded without a value from the user.
-        note: What the sizes say about it.
-        is_opened: True if options must declare its parts, and declare the whole.
-    """
-
-    path: tuple[Any, ...]
-    column: Sequence[Any]
-    declared: Declared
-    refusal: Refusal | None = None
-    parts: dict[Any, OutputPlace] = field(default_factory=dict)
-    is_tuple: bool = False
-    cure: Cure | None = None
-    other: Cure | None = None
-    is_padded: bool = False
-    note: str = ""
-    is_opened: bool = False
-
-    @property
-    def name(self) -> str:
-        """The place in words."""
-        return address("output", self.path)
-
-    @property
-    def reason(self) -> Refusal:
-        """The refusal of a place that has one."""
-        assert self.refusal is not None
-        return self.refusal
-
-    @property
-    def names_padding(self) -> bool:
-        """True if the cure has a value to pad with."""
-        return self.cure is not None and self.cure.declared.pad_value is not None
-
-    def give_padding(self, join: JoinMode) -> None:
-        """Name the value to pad this place with."""
-        cure = self.cure or Cure(self.declared, join)
-        self.cure = cure.change(pad_value=self.guess_padding())
-
-    def guess_padding(self) -> Any:
-        """Return a padding that the user may have to replace."""
-        dtype = self.column[0].dtype
-        if dtype is torch.bool:
-            return False
-        if dtype.is_floating_point or dtype.is_complex:
-            return 0.0
-        has_labels = bool(self.path) and "label" in str(self.path[-1])
-        return _LABEL if has_labels else 0
-
-    def walk(self) -> Iterator[OutputPlace]:
-        """Yield this place and all places below it."""
-        yield self
-        for part in self.parts.values():
-            yield from part.walk()
-
-    def leaves(self) -> Iterator[OutputPlace]:
-        """Yield the places without parts, in order."""
-        return (place for place in self.walk() if not place.parts)
-
-    def refused(self) -> list[OutputPlace]:
-        """Return the places that cannot be joined, with those of containers."""
-        return [place for place in self.walk() if place.refusal is not None]
+from parawrap.engine.output_place import Cure, OutputPlace
+from parawrap.tree import TENSOR, UNDECLARED, flatten
 
 
 class Trials:
@@ -164,7 +52,7 @@ class Trials:
     ) -> OutputPlace:
         """Return the place that the joiner stands at, with all places below it."""
         joiner = self._joiner
-        place = OutputPlace(tuple(joiner.path), column, declared)
+        place = OutputPlace(tuple(joiner.path), column, self.rows, declared)
         if siblings is None:
             siblings = flatten(column[0], is_sequence)
         joiner.siblings = siblings
@@ -248,7 +136,7 @@ class Trials:
             return
         # Outputs that stand in a list by chance as long as the shard are other outputs
         for leaf in place.leaves():
-            has_rows = have_dims(leaf.column) and dims_with_rows(leaf.column, self.rows)
+            has_rows = leaf.holds_arrays and leaf.dims_with_rows()
             if leaf.refusal is None or has_rows:
                 return
         items = Cure(place.declared, self.rules.join).change(out_dim="items")
@@ -281,8 +169,8 @@ class Trials:
 
     def find_cures(self, place: OutputPlace) -> None:
         """Enter the declaration that joins a place, and that for another meaning, if there are."""
-        if have_dims(place.column) and compares_rows(place.column, self.rows):
-            return  # no option joins comparisons of rows
+        if place.compares_rows:  # no option joins comparisons of rows
+            return
         for cure in self._list_cures(place):
             result = self.join(place, cure)
             if result is None:
@@ -297,9 +185,9 @@ class Trials:
 
     def _list_cures(self, place: OutputPlace) -> Sequence[Cure]:
         """Return declarations that may join a place, the most probable first."""
-        if are_numbers(place.column):
+        if place.holds_numbers:
             return self._list_cures_of_numbers(place)
-        if have_dims(place.column):
+        if place.holds_arrays:
             return self._list_cures_of_arrays(place)
         rows = self._as_rows(place)
         # "ragged" last: it joins lists of any length.
@@ -314,36 +202,34 @@ class Trials:
         if str(getattr(number, "dtype", "")).endswith("bool"):
             cures.append(self._reduced(place, torch.any))  # of equal values: that value
         # Shards of different sizes seldom count the same, and shards of one size often do
-        if have_different_sizes(self.rows):
+        if place.is_proven:
             cures.append(constant)
         cures.append(self._reduced(place, torch.any if isinstance(number, bool) else "sum"))
         return [*cures, self._reduced(place, "stack"), constant]
 
     def _list_cures_of_arrays(self, place: OutputPlace) -> list[Cure]:
-        column, declared, dim = place.column, place.declared, self.rules.dim
-        if find_other_dim(column, self.rows, dim) is not None:
+        declared, dim = place.declared, self.rules.dim
+        if place.find_other_dim(dim) is not None:
             return []  # torch.cat joins them, and no option
         rows = self._as_rows(place)
         cures: list[Cure] = []
         # Left out of a named reduction, it may follow the rows
         if declared.reduce is not None and declared.names_reduce:
             cures.append(rows)
-        with_rows = dims_with_rows(column, self.rows)
+        with_rows = place.dims_with_rows()
         if len(with_rows) == 1:
             (row_dim,) = with_rows
             cures.append(rows.change(out_dim=row_dim)._replace(note=f"dim {row_dim} has them"))
         constant = self._as_constant(place)
-        per_row = count_per_row(column, self.rows, dim)
-        if per_row is not None:
-            is_proven = have_different_sizes(self.rows)
-            if is_proven or self.join(place, constant) is None:
-                note = f"{per_row} rows per row of the batch"
-                cures.append(_as_ragged(rows)._replace(note=note))
-        if len({shape_of(part) for part in column}) == 1:
+        per_row = place.count_per_row(dim)
+        if per_row is not None and (place.is_proven or self.join(place, constant) is None):
+            note = f"{per_row} rows per row of the batch"
+            cures.append(_as_ragged(rows)._replace(note=note))
+        if len({shape_of(part) for part in place.column}) == 1:
             cures += [constant, self._reduced(place, "sum"), self._reduced(place, "stack")]
         elif per_row is None:
             cures.append(_as_ragged(rows))
-        if self.rules.join == "list" or not are_tensors(column):
+        if self.rules.join == "list" or not are_tensors(place.column):
             return cures
         padding = []
         # The declaration of the user comes first: only the other dims may have to be padded
