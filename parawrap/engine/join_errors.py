@@ -264,10 +264,7 @@ def _write_message(
     rows = trials.rows
     sentences = [_say_what(refused, rows)]
     sentences += dict.fromkeys(place.reason.advice for place in refused)  # each advice once
-    pairs = []
-    for place in root.leaves():
-        if place.refusal is not None and place.compares_rows:
-            pairs.append(place)
+    pairs = [place for place in root.refused() if place.compares_rows]
     if pairs:
         sentences.append(_say_pairs(pairs))
         for place in root.leaves():

@@ -69,7 +69,7 @@ class Trials:
             return place
         is_list = is_sequence(column[0])
         place.is_tuple = is_list or isinstance(column[0], tuple)  # also a namedtuple
-        below = None if is_list else siblings  # the items of a list have no others beside them
+        below = None if is_list else siblings  # items of a list have no siblings outside it
         for step, parts, each in opened:
             joiner.path.append(step)
             place.parts[step] = self._find_below(parts, each, below)

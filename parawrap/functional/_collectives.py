@@ -33,7 +33,7 @@ def find_place(global_rank: int | None = None, platform: Platform | None = None)
         global_rank = 0
         if here is not None:
             global_rank = here.global_rank
-        elif world_size > 1 and dist.is_initialized():
+        elif world_size > 1 and dist.is_initialized():  # as under torchrun
             global_rank = dist.get_rank()
     return global_rank, world_size
 
@@ -64,7 +64,7 @@ def gather_objects(value: T) -> list[T]:
     """Return every rank's value, in rank order. torch pickles them."""
     if group_size() == 1:
         return [value]
-    found: list[Any] = [None] * group_size()
+    found: list[Any] = [None] * group_size()  # torch fills the list
     dist.all_gather_object(found, value)
     return found
 
@@ -76,7 +76,7 @@ def check_equal(helper: str, descriptions: Sequence[str | None], cure: str) -> N
     """
     described = [(rank, each) for rank, each in enumerate(descriptions) if each is not None]
     for rank, description in described:
-        first, expected = described[0]  # here, since there may be none
+        first, expected = described[0]  # not before the loop: the list may be empty
         if description != expected:
             found = f"rank {first} has {expected}, but rank {rank} has {description}"
             msg = f"{helper}: the ranks' values differ: {found}. {cure}"
