@@ -79,7 +79,7 @@ class Joiner:
         lanes: The number of outputs.
         rows: The row count of each shard; None if it is not known.
         path: The keys that lead to the place. A refusal leaves them: the message names the place.
-        siblings: The leaves of the first lane, and their structure, that the place is among.
+        siblings: The leaves around the place in the output of the first lane, and their structure.
         padded: The number of tensors that were padded without a value from the user: at most one.
         takes_proof: True if shards of one size show which outputs follow the rows. A trial takes
             them so, to find out what shards of different sizes would show.

@@ -184,7 +184,8 @@ class _OwnNumbers:
             vars(loader)["generator"] = torch.Generator(device)
         loader.generator.manual_seed(seed)
         draws = share.draws
-        batches: Iterator[Any] = super().__iter__()  # type: ignore[misc]  # pyright: ignore  # of DataLoader
+        # Of DataLoader, or of the user's subclass
+        batches: Iterator[Any] = super().__iter__()  # type: ignore[misc]  # pyright: ignore
         if not loader.num_workers:
             batches = _Batches(batches, seed)
         _, plain = type(loader).__bases__
