@@ -43,9 +43,9 @@ def join(
         GatherError: If a place in the output cannot be joined. The message names the place.
     """
     # A call concatenates outputs of one tensor itself, so they come here only to be refused.
-    is_cut = len(outputs) > 1 and sizes is not None
-    if device is None and is_cut and type(outputs[0]) is not torch.Tensor:
-        joined = _join_rows(outputs, tuple(sizes or ()), rules)
+    are_structures = len(outputs) > 1 and type(outputs[0]) is not torch.Tensor
+    if are_structures and device is None and sizes is not None:
+        joined = _join_rows(outputs, tuple(sizes), rules)
         if joined is not None:
             return joined
     # There is nothing to put together: values are handed over as the lanes left them.

@@ -447,9 +447,7 @@ class Joiner:
         # An argument is one object in all lanes, and not a row
         if all(leaf is None or isinstance(leaf, ReturnedArgument) for leaf in chain(*of_lanes)):
             return
-        tensors = [
-            [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves in of_lanes
-        ]
+        tensors = [[*filter(torch.is_tensor, leaves)] for leaves in of_lanes]
         if holds_tensors and self._have_rows(tensors):
             has_one_item_per_row = lengths == self.rows
             if not has_one_item_per_row or self._are_outputs(column, tensors):
