@@ -248,6 +248,19 @@ def entries_of(option: Any) -> list[Any]:
     return optree.tree_leaves(as_tree(option), none_is_leaf=True)
 
 
+def entry_at(option: Any, key: Any, missing: Any) -> Any:
+    """Return the entry of an option for one part of a container; `missing` if there is none.
+
+    Where the tree of entries ends, the option holds for all parts.
+    """
+    if isinstance(option, dict):
+        return option.get(key, missing)
+    if not isinstance(option, tuple):
+        return option
+    has_entry = isinstance(key, int) and key < len(option)
+    return option[key] if has_entry else missing
+
+
 # Addresses
 
 

@@ -23,7 +23,7 @@ How a call runs::
      ├─ gather    join the changes of arguments and the outputs on the        join.py, borrowed.py
      │            output device; copy what lanes keep                         hand_over.py
      └─ settle    refuse, give back, or put back what forward wrote into      forward_writes.py
-                  the model; enter the changes into the caller's arguments    borrowed.py
+                  the model; enter the changes into the caller's arguments    lent_containers.py
 
 `Calls.call` in `call.py` takes these steps, and `Calls._decide_turns` decides which shards run one
 after another. Whole calls (`map`, `submit`) and calls in workers take them too:
@@ -80,7 +80,7 @@ batched_copies.py   | send many tensors to another device  | devices/test_cost_o
                     | in few copies                        | devices/test_replica_set.py
 borrowed.py         | changes of arguments: noted for each | api/parallel/test_borrowed_arguments.py
                     | lane, joined, entered into the       | api/parallel/test_cut_and_join.py
-                    | caller's objects                     | workers/test_given_arguments.py
+                    | caller's objects                     |
 call.py             | a cut call, whole: `Stub`, `Calls`;  | api/parallel/test_answers.py
                     | plain calls, turns, the error of     | api/parallel/test_errors.py
                     | several lanes                        | devices/test_turns.py
@@ -106,6 +106,8 @@ flat_call.py        | a call taken apart: the row count or | api/parallel/test_c
 forward_writes.py   | writes of forward into the model:    | api/parallel/test_state.py
                     | given back, put back with a warning, | api/parallel/test_freshness.py
                     | refused                              | api/parallel/test_shared_by_lanes.py
+given.py            | arguments of a call in another       | workers/test_given_arguments.py
+                    | process: changes there, made here    |
 hand_over.py        | outputs without the containers and   | api/parallel/test_handed_over.py
                     | buffers that a lane keeps            |
 in_dims.py          | `in_dims`: where the rows of each    | api/parallel/test_cutting.py
@@ -125,6 +127,9 @@ joiner.py           | `Joiner`: join outputs place by      | engine/test_join_ou
 lanes.py            | lanes: their guarantees, threads,    | api/parallel/test_concurrency.py
                     | parts of a call, the caller's modes  | api/parallel/test_interrupts.py
                     |                                      | api/parallel/test_modes.py
+lent_containers.py  | containers among arguments: what     | api/parallel/test_borrowed_arguments.py
+                    | forward changes in them, entered     | api/parallel/test_cut_and_join.py
+                    | into the caller's                    |
 model_state.py      | `ModelState.is_current`: compare the | api/parallel/test_freshness.py
                     | model with its state at the last     |
                     | refresh                              |

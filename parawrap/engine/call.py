@@ -39,7 +39,7 @@ from parawrap._private_names import (
     version_of,
 )
 from parawrap.backends import Backend, device_of, record_use, warn_caller
-from parawrap.engine.borrowed import WRITTEN_WHOLE, Borrowed, Path, rules_of_entries
+from parawrap.engine.borrowed import WRITTEN_WHOLE, Borrowed, rules_of_entries
 from parawrap.engine.called_code import draws_from_generator
 from parawrap.engine.cut import Cutter, Shard, ShardPlan
 from parawrap.engine.device_streams import Moment, moments_of
@@ -48,6 +48,7 @@ from parawrap.engine.hand_over import hand_over
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lanes import Lanes, here, without_autocast
+from parawrap.engine.lent_containers import Path
 from parawrap.engine.replica import Replica
 from parawrap.engine.replicas import CopiesOfParts, CopyOptions, Replicas
 from parawrap.engine.trace import Recorder, record_call

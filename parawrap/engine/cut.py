@@ -24,7 +24,6 @@ from parawrap.engine.borrowed import (
     Loan,
     Moved,
     lend,
-    paths_of_containers,
 )
 from parawrap.engine.cut_errors import (
     refuse_attributes,
@@ -42,6 +41,7 @@ from parawrap.engine.flat_call import (
     is_plain_value,
 )
 from parawrap.engine.in_dims import InDim, InDims, Parameters
+from parawrap.engine.lent_containers import paths_of_containers
 from parawrap.engine.rules.registry import place_leaf, splitter_of
 from parawrap.engine.shard_sizes import Sizes, balanced_sizes, hint_of_sizes, sizes_of_block
 from parawrap.errors import ShardError

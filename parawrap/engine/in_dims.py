@@ -17,6 +17,7 @@ from parawrap.tree import (
     WholeLeaf,
     address,
     as_tree,
+    entry_at,
     flatten,
     replace_nodes,
     unflatten,
@@ -111,17 +112,9 @@ class InDims:
 
     def find(self, path: Sequence[Any]) -> Any:
         """Return the entry for a path into (args, kwargs); UNDECLARED if there is none."""
-        # A path that is longer than the tree of entries belongs to the entry where the tree ends.
         entry = self.in_dims.get(self.name_at(path) or "", UNDECLARED)
         for key in path[2:]:
-            if isinstance(entry, dict):
-                entry = entry.get(key, UNDECLARED)
-            elif not isinstance(entry, tuple):
-                break
-            elif isinstance(key, int) and key < len(entry):
-                entry = entry[key]
-            else:
-                entry = UNDECLARED
+            entry = entry_at(entry, key, UNDECLARED)
         # The path is above the leaves: their entries may differ, so there is none for it.
         if isinstance(entry, (dict, tuple)):
             return UNDECLARED

@@ -18,18 +18,13 @@ import torch
 
 from parawrap._private_names import global_hooks, profiler_runs, version_of
 from parawrap.backends import backend_of, device_of, drop_own_frames, record_use
-from parawrap.engine.borrowed import (
-    NOTHING,
-    lend,
-    paths_of_containers,
-    replace_new_entries,
-    rules_of_entries,
-)
+from parawrap.engine.borrowed import NOTHING, lend, replace_new_entries, rules_of_entries
 from parawrap.engine.call import Calls, Entry
 from parawrap.engine.device_streams import Moment, Reached, moments_of
 from parawrap.engine.hand_over import hand_over
 from parawrap.engine.join import join
 from parawrap.engine.lanes import Lane, Modes, here
+from parawrap.engine.lent_containers import paths_of_containers
 from parawrap.engine.model_state import ModelState
 from parawrap.engine.replica import Replica
 from parawrap.engine.replicas import Replicas

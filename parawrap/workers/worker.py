@@ -14,18 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from parawrap._private_names import version_of
-from parawrap.engine.borrowed import (
-    NOTHING,
-    Loan,
-    lend,
-    mark_arguments,
-    paths_of_containers,
-    read_changes,
-)
+from parawrap.engine.borrowed import NOTHING, Loan, lend
 from parawrap.engine.called_code import is_generator
 from parawrap.engine.forward_writes import is_written_unseen
+from parawrap.engine.given import mark_arguments, read_changes
 from parawrap.engine.hand_over import hand_over
 from parawrap.engine.lanes import Modes
+from parawrap.engine.lent_containers import paths_of_containers
 from parawrap.engine.replicas import Replicas
 from parawrap.engine.streams import as_call
 from parawrap.errors import SessionError

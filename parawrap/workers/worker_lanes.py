@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from parawrap.engine.borrowed import Given
+from parawrap.engine.given import Given
 from parawrap.engine.lanes import Lane, here
 from parawrap.errors import LaunchError, SessionError, add_note
 from parawrap.processes.events import NEVER

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from parawrap._private_names import version_of
-from parawrap.engine.borrowed import Changes, Given
 from parawrap.engine.flat_call import is_plain_value
+from parawrap.engine.given import Changes, Given
 from parawrap.errors import SessionError
 from parawrap.processes.pickling import IdentityPickler
 from parawrap.tree import WholeLeaf

@@ -1,0 +1,127 @@
+"""Arguments of a call in another process: the changes there are made here too.
+
+The other process lends its copies to forward, as lanes of this process do. `read_changes` finds
+what forward did to them, and `mark_arguments` puts marks in the places of arguments in the output.
+Both travel back. `Given` makes the same changes in the caller's arguments, and puts them in the
+places of their marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from parawrap.engine.borrowed import Loan
+from parawrap.engine.lent_containers import (
+    EntriesAfter,
+    are_same_objects,
+    enter_entries,
+    follow_path,
+    paths_of_containers,
+    read_entries,
+    replace_parts,
+)
+from parawrap.engine.rules.registry import contents_of, update_argument
+from parawrap.tree import WholeLeaf, flatten
+
+
+class SentBack:
+    """The mark of an argument in values that travel: the kind of argument, and its number."""
+
+    __slots__ = ("kind", "number")
+
+    def __init__(self, kind: str, number: int) -> None:
+        self.kind = kind
+        self.number = number
+
+
+class Changes(NamedTuple):
+    """Changes of copies of arguments by forward: one entry each, in order; None for no change.
+
+    Attributes:
+        containers: The entries of each container.
+        objects: Each object with rules, as it is after the call.
+    """
+
+    containers: Sequence[EntriesAfter | None]
+    objects: Sequence[Any]
+
+
+def read_changes(loan: Loan) -> Changes | None:
+    """Return what forward did to the copies of a loan, for `Given.replay`; None for nothing."""
+    if loan.is_unchanged():
+        return None
+    find_mark = _find_marks(loan)
+
+    def mark(value: Any) -> Any:
+        return replace_parts(value, find_mark)
+
+    containers: list[EntriesAfter | None] = []
+    for before in loan.containers:
+        after = read_entries(before)
+        # A new entry may be an argument too, or hold one
+        containers.append(None if after is None else after.replace_new(mark))
+    objects: list[Any] = []
+    for index, held in loan.objects.items():
+        part = loan.leaves[index]
+        objects.append(None if are_same_objects(contents_of(part), held) else part)
+    return Changes(containers, objects)
+
+
+def mark_arguments(output: Any, loan: Loan) -> Any:
+    """Return an output with marks for arguments, which must not travel as other objects."""
+    if not (loan.containers or loan.objects):
+        return output
+    return replace_parts(output, _find_marks(loan))
+
+
+def _find_marks(loan: Loan) -> Callable[[Any], SentBack | None]:
+    """Return a function from an argument of the lane to its mark."""
+    marks: dict[int, SentBack] = {}
+    for number, leaf in enumerate(loan.leaves):
+        if isinstance(leaf, torch.Tensor):
+            marks[id(leaf)] = SentBack("leaf", number)
+    for number, before in enumerate(loan.containers):
+        marks[id(before.container)] = SentBack("container", number)
+    for number, index in enumerate(loan.objects):
+        marks[id(loan.leaves[index])] = SentBack("object", number)
+    return lambda node: marks.get(id(node))
+
+
+class Given:
+    """The arguments of a call that another process runs, as they are when it is sent."""
+
+    def __init__(self, call: Any) -> None:
+        self.leaves, spec = flatten(call)
+        self.objects = [leaf.value for leaf in self.leaves if isinstance(leaf, WholeLeaf)]
+        self.containers = [follow_path(call, path) for path in paths_of_containers(spec)]
+
+    def replay(self, changes: Changes) -> None:
+        """Do to the arguments what forward did to copies of them.
+
+        Raises:
+            ValueError: If they have another structure than the copies.
+            KeyError: If an entry is missing here.
+        """
+        # Both lists are compared in length before the first write
+        containers = [*zip(self.containers, changes.containers, strict=True)]
+        objects = [*zip(self.objects, changes.objects, strict=True)]
+        for container, after in containers:
+            if after is not None:
+                enter_entries(container, after.replace_new(self.resolve))
+        for value, part in objects:
+            if part is not None:
+                update_argument(value, part)
+
+    def resolve(self, output: Any) -> Any:
+        """Return an output with the arguments in the places of their marks."""
+        return replace_parts(output, self._find_argument)
+
+    def _find_argument(self, node: Any) -> Any:
+        """Return the argument of a mark; None for any other value."""
+        if type(node) is not SentBack:
+            return None
+        kinds = {"container": self.containers, "object": self.objects, "leaf": self.leaves}
+        return kinds[node.kind][node.number]

@@ -1,0 +1,347 @@
+"""Containers among the arguments: what forward changes in a lane's copy, and in the caller's own.
+
+`Contents.read` notes what a container holds before forward. `read_entries` compares the container
+with it: each entry is an old one, under the same key or another one, or a new value.
+`enter_entries` makes the same change in the caller's container, after all joins.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+
+from parawrap.engine.flat_call import is_plain_value
+from parawrap.tree import (
+    ABSENT,
+    Attribute,
+    TreeSpec,
+    flatten,
+    is_kept_whole,
+    names_of_slots,
+    unflatten,
+)
+
+# Their attributes are not looked for: instances of these very classes have none
+_WITHOUT_ATTRIBUTES = frozenset({dict, list, deque, OrderedDict, defaultdict})
+_MOST_STRUCTURES = 1024  # of calls; as many as a cutter keeps plans
+
+Path = tuple[Any, ...]
+"""The keys that lead from (args, kwargs) to a container."""
+
+
+# Where containers are
+
+
+@lru_cache(_MOST_STRUCTURES)
+def paths_of_containers(spec: TreeSpec) -> tuple[Path, ...]:
+    """Return the paths to the containers that forward may change, in calls of one structure.
+
+    Left out are tuples, objects with rules, and the dict of the keyword arguments, which is a new
+    one in each call.
+    """
+    found: list[Path] = []
+    waiting: list[tuple[Path, TreeSpec]] = [((), spec)]
+    while waiting:
+        path, node = waiting.pop()
+        if node.is_leaf() or node.type is None or is_kept_whole(node.type):
+            continue
+        is_inside_arguments = len(path) > 1
+        if is_inside_arguments and not issubclass(node.type, tuple):
+            found.append(path)
+        for step, child in zip(node.entries(), node.children(), strict=True):
+            waiting.append(((*path, step), child))
+    return tuple(found)
+
+
+def follow_path(call: Any, path: Path) -> Any:
+    """Return the part of a call that a path leads to."""
+    part = call
+    for step in path:
+        part = getattr(part, step) if isinstance(step, Attribute) else part[step]
+    return part
+
+
+def walk_containers(value: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield the containers of an output, with the path to each."""
+    waiting: list[tuple[Path, Any]] = [((), value)]
+    while waiting:
+        path, node = waiting.pop()
+        if isinstance(node, torch.Tensor) or is_kept_whole(type(node)):
+            continue
+        parts, spec = _flatten_once(node)
+        if spec.is_leaf():
+            continue
+        yield path, node
+        for step, part in zip(spec.entries(), parts, strict=True):
+            waiting.append(((*path, step), part))
+
+
+def replace_parts(value: Any, find: Callable[[Any], Any]) -> Any:
+    """Return a value with other nodes and leaves, where `find` does not return None.
+
+    A container without another part stays the same object.
+    """
+    found = find(value)
+    if found is not None:
+        return found
+    if isinstance(value, torch.Tensor) or is_kept_whole(type(value)):
+        return value
+    parts, spec = _flatten_once(value)
+    if spec.is_leaf():
+        return value
+    made = [replace_parts(part, find) for part in parts]
+    return value if all(map(is_, made, parts)) else unflatten(spec, made)
+
+
+def _flatten_once(value: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the parts of one node, and its structure, which has the keys in the same order."""
+    # The order of the parts of a dict is not that of its items
+    return flatten(value, lambda node: node is not value)
+
+
+# Before forward
+
+
+class Contents(NamedTuple):
+    """A container, with what it held at one moment.
+
+    Attributes:
+        container: The container itself.
+        items: A shallow copy of its items: a list, or a dict by key.
+        attributes: Its attributes and slots, by name.
+    """
+
+    container: Any
+    items: Any
+    attributes: dict[str, Any]
+
+    @classmethod
+    def read(cls, container: Any) -> Contents:
+        """Return what a container holds now."""
+        if isinstance(container, (list, deque)):
+            items: Any = [*container]
+        elif isinstance(container, dict):
+            # Around the methods of a subclass, which may make new values
+            items = dict(dict.items(container))
+        elif isinstance(container, Mapping):
+            items = {key: container[key] for key in container}
+        else:
+            items = {}
+        if type(container) in _WITHOUT_ATTRIBUTES:
+            return cls(container, items, {})
+        return cls(container, items, read_attributes(container))
+
+    def is_unchanged(self) -> bool:
+        """True if the container holds the same objects under the same keys."""
+        # No copy of a plain container: every call compares all of its containers
+        if type(self.container) in _WITHOUT_ATTRIBUTES:
+            return are_same_objects(self.container, self.items)
+        now = Contents.read(self.container)
+        has_same_items = are_same_objects(now.items, self.items)
+        return has_same_items and are_same_objects(now.attributes, self.attributes)
+
+    def items_by_key(self) -> dict[Any, Any]:
+        """Return the items by key, those of a list by index."""
+        is_list = isinstance(self.items, list)
+        return dict(enumerate(self.items) if is_list else self.items)
+
+
+def read_attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes and slots of an object, without the items of a mapping."""
+    own = getattr(value, "__dict__", {})
+    # A namespace with `self.__dict__ = self` has its attributes among its items
+    found = {} if own is value else dict(own)
+    if isinstance(value, Mapping) and not isinstance(value, dict):
+        found.pop("data", None)  # the items of a UserDict
+    for name in names_of_slots(type(value)):
+        part = getattr(value, name, ABSENT)
+        if part is not ABSENT:
+            found[name] = part
+    return found
+
+
+def are_same_objects(one: Any, other: Any) -> bool:
+    """True if two lists, or two dicts, hold the same objects in the same order."""
+    if len(one) != len(other):
+        return False
+    if not isinstance(one, dict):
+        return all(map(is_, one, other))
+    return all(map(is_, one.values(), other.values())) and [*one] == [*other]
+
+
+# After forward
+
+
+class Old(NamedTuple):
+    """The entry that a container had under this key before the call."""
+
+    key: Any
+
+
+class New(NamedTuple):
+    """A value that forward put into a container."""
+
+    value: Any
+
+
+class EntriesAfter(NamedTuple):
+    """The entries of a container after the call.
+
+    Attributes:
+        items: An `Old` or a `New` for each item by key, in order. The keys of a list are indices.
+        removed: The keys of the items that forward has removed.
+        attributes: An `Old` or a `New` for each attribute.
+        removed_attributes: The names of the attributes that forward has removed.
+        length: The number of items before the call.
+    """
+
+    items: dict[Any, Old | New]
+    removed: Sequence[Any]
+    attributes: dict[str, Old | New]
+    removed_attributes: Sequence[str]
+    length: int
+
+    def is_alike(self, other: EntriesAfter) -> bool:
+        """True if two lanes changed their copies in the same way, up to the new values."""
+        has_same_items = _have_same_sources(self.items, other.items)
+        return has_same_items and _have_same_sources(self.attributes, other.attributes)
+
+    def replace_new(self, replace: Callable[[Any], Any]) -> EntriesAfter:
+        """Return the same entries, with ``replace(value)`` for each new value."""
+        return self._replace(
+            items=_replace_new_sources(self.items, replace),
+            attributes=_replace_new_sources(self.attributes, replace),
+        )
+
+
+def _have_same_sources(one: dict[Any, Old | New], other: dict[Any, Old | New]) -> bool:
+    # A list of the keys: their order belongs to the container
+    if [*one] != [*other]:
+        return False
+    for key, source in one.items():
+        # Both are tuples, which would be equal across the two classes
+        if type(source) is not type(other[key]):
+            return False
+        if isinstance(source, Old) and source != other[key]:
+            return False
+    return True
+
+
+def _replace_new_sources(
+    sources: dict[Any, Old | New], replace: Callable[[Any], Any]
+) -> dict[Any, Old | New]:
+    replaced = dict(sources)
+    for key, source in sources.items():
+        if isinstance(source, New):
+            replaced[key] = New(replace(source.value))
+    return replaced
+
+
+def read_entries(before: Contents) -> EntriesAfter | None:
+    """Return the entries of a container after the call; None if it has not changed."""
+    if before.is_unchanged():
+        return None
+    now = Contents.read(before.container)
+    items_before, items = before.items_by_key(), now.items_by_key()
+    return EntriesAfter(
+        items=_find_sources(items, items_before),
+        removed=[key for key in items_before if key not in items],
+        attributes=_find_sources(now.attributes, before.attributes),
+        removed_attributes=[name for name in before.attributes if name not in now.attributes],
+        length=len(items_before),
+    )
+
+
+def _find_sources(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Old | New]:
+    """Return where each entry comes from.
+
+    A value that is still under its key comes from there, and a value that was under another key
+    from that one, so that a moved entry is the caller's own object.
+    """
+    keys: dict[int, Any] = {}
+    for key, value in before.items():
+        # Equal numbers and texts may be one object, and say nothing about where they come from
+        if not is_plain_value(value):
+            keys[id(value)] = key
+    found: dict[Any, Old | New] = {}
+    for key, value in now.items():
+        if before.get(key, ABSENT) is value:
+            found[key] = Old(key)
+        elif id(value) in keys:
+            found[key] = Old(keys[id(value)])
+        else:
+            found[key] = New(value)
+    return found
+
+
+# In the caller's container
+
+
+def enter_entries(container: Any, after: EntriesAfter) -> None:
+    """Give a container of the caller the entries that it has after the call.
+
+    Only what forward has changed is written: other calls may write the same container meanwhile,
+    and each step on a list or a dict is one step for all threads.
+    """
+    if isinstance(container, (list, deque)):
+        _enter_items(container, after)
+    elif isinstance(container, Mapping):
+        _enter_mapping(container, after)
+    if after.attributes or after.removed_attributes:
+        _enter_attributes(container, after)
+
+
+def _enter_items(container: Any, after: EntriesAfter) -> None:
+    """Give a list or a deque of the caller the items that it has after the call."""
+    own = [*container]
+    sources = [*after.items.values()]
+    values = [_value_of(source, own) for source in sources]
+    kept, added = sources[: after.length], sources[after.length :]
+    keeps_all = len(kept) == after.length and all(map(_stays, kept, range(after.length)))
+    if keeps_all and all(isinstance(source, New) for source in added):
+        # One step, so items that another call appends meanwhile stay
+        container.extend(values[after.length :])
+        return
+    container.clear()
+    container.extend(values)
+
+
+def _enter_mapping(container: Any, after: EntriesAfter) -> None:
+    """Give a mapping of the caller the items that it has after the call."""
+    # All values are read before the first write, which may replace the source of another entry
+    values = {key: _value_of(source, container) for key, source in after.items.items()}
+    for key in after.removed:
+        if key in container:
+            del container[key]
+    for key, value in values.items():
+        if not _stays(after.items[key], key):
+            container[key] = value
+
+
+def _enter_attributes(container: Any, after: EntriesAfter) -> None:
+    """Give a container of the caller the attributes that it has after the call."""
+    now = read_attributes(container)
+    values = {name: _value_of(source, now) for name, source in after.attributes.items()}
+    for name in after.removed_attributes:
+        if name in now:
+            object.__delattr__(container, name)
+    for name, value in values.items():
+        # The container may have made an attribute of a new item, as a ModelOutput does
+        is_set_already = now.get(name, ABSENT) is value
+        if not _stays(after.attributes[name], name) and not is_set_already:
+            object.__setattr__(container, name, value)  # also of a frozen dataclass
+
+
+def _stays(source: Old | New, key: Any) -> bool:
+    """True if the entry under a key is the one from before the call."""
+    return isinstance(source, Old) and bool(source.key == key)
+
+
+def _value_of(source: Old | New, own: Any) -> Any:
+    """Return the value of an entry. Old ones are the caller's own."""
+    return source.value if isinstance(source, New) else own[source.key]
