@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import count, repeat
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -47,15 +47,15 @@ from parawrap.engine.shard_sizes import Sizes, balanced_sizes, hint_of_sizes, si
 from parawrap.errors import ShardError
 from parawrap.tree import TENSOR, TreeSpec, WholeLeaf, addresses, flatten, is_dense, unflatten
 
-T = TypeVar("T")
-# Names of the nodes of autograd that made the parts. Any other node is a write of forward
 _NEW_SHAPE = (
     "the model changed its shape in place, and each lane changed its own part. Use an out-of-place "
     "operation, such as unsqueeze or reshape"
 )
+# Names of the nodes of autograd that made the parts. Any other node is a write of forward
 _COPIES = ("SplitWithSizes", "CloneBackward")
 _MOST_PLANS = 1024  # for loaders with many sizes; a guess that no test has contradicted
 
+# In C: each of these reads every tensor of a warm call
 _on_cpu = attrgetter("is_cpu")
 _shape_of = attrgetter("shape")
 _attributes_of = attrgetter("__dict__")
@@ -148,17 +148,18 @@ class ShardPlan:
         them to the argument. Without, parts are views.
         """
         leaves = flat.leaves
-        if len(set(map(id, leaves))) == len(leaves):
+        different = set(map(id, leaves))
+        if len(different) == len(leaves):
             return [*map(self._split, count(), leaves, repeat(copy))]
-        # One object at two places stays one object in each lane
-        parts: dict[tuple[int, int | None], Sequence[Any]] = {}
-        found: list[Sequence[Any]] = []
+        # One object at two places stays one object in each lane, unless each place has its own dim
+        done: dict[tuple[int, int | None], Sequence[Any]] = {}
+        columns: list[Sequence[Any]] = []
         for index, (leaf, dim) in enumerate(zip(leaves, self.dims, strict=True)):
             key = id(leaf), dim
-            if key not in parts:
-                parts[key] = self._split(index, leaf, copy)
-            found.append(parts[key])
-        return found
+            if key not in done:
+                done[key] = self._split(index, leaf, copy)
+            columns.append(done[key])
+        return columns
 
     def place(
         self,
@@ -173,13 +174,12 @@ class ShardPlan:
         and borrows the rest; both are noted in the loan.
         """
         parts = [column[index] for column in columns]
-        here: dict[int, Any] = {}  # one object at two places stays one object
+        moved: dict[int, Any] = {}  # by the id of the part: one at two places stays one object
         leaves = []
         for part in parts:
-            key = id(part)
-            if key not in here:
-                here[key] = _move(part, device)
-            leaves.append(here[key])
+            if id(part) not in moved:
+                moved[id(part)] = _move(part, device)
+            leaves.append(moved[id(part)])
         origins: dict[int, Any] = {}
         for placed, own, dim in zip(leaves, flat.leaves, self.dims, strict=True):
             if isinstance(own, WholeLeaf):
@@ -210,33 +210,37 @@ class ShardPlan:
         dim, sizes = self.dims[index], self.sizes
         if dim is None or len(sizes) == 1:
             return (leaf,) * len(sizes)
-        if isinstance(leaf, torch.Tensor):
-            copy = copy and not leaf.is_inference()
-            try:
-                if copy and leaf.is_contiguous():
-                    return _split_copies(leaf, sizes, dim)
-                views: Sequence[torch.Tensor] = leaf.split_with_sizes(sizes, dim)
-            except (RuntimeError, NotImplementedError) as error:
-                if is_dense(leaf):
-                    raise
-                kind = "nested tensor" if leaf.is_nested else f"tensor of layout {leaf.layout}"
+        if isinstance(leaf, WholeLeaf):
+            parts = splitter_of(leaf.value).split(leaf.value, sizes)
+            if len(parts) != len(sizes):
+                name = type(leaf.value).__name__
                 msg = (
-                    f"{self._name(index)} is a {kind}, which torch cannot split. Pass a dense "
-                    "tensor to cut it. A parallel block whose in_dims has None for its parameter "
-                    "gives it whole to every lane"
+                    f"the split of {name} returned {len(parts)} parts for {len(sizes)} sizes, "
+                    f"{list(sizes)}"
                 )
-                raise ShardError(msg) from error
-            # A clone of a view keeps its memory format
-            return [view.clone() for view in views] if copy else views
-        parts = splitter_of(leaf.value).split(leaf.value, sizes)
-        if len(parts) != len(sizes):
-            name = type(leaf.value).__name__
-            msg = (
-                f"the split of {name} returned {len(parts)} parts for {len(sizes)} sizes, "
-                f"{list(sizes)}"
-            )
-            raise ShardError(msg)
-        return [WholeLeaf(part) for part in parts]
+                raise ShardError(msg)
+            return [WholeLeaf(part) for part in parts]
+        # A copy of an inference tensor may have no version that shows a write. A view needs none
+        copy = copy and not leaf.is_inference()
+        try:
+            if copy and leaf.is_contiguous():
+                return _split_copies(leaf, sizes, dim)
+            views: Sequence[torch.Tensor] = leaf.split_with_sizes(sizes, dim)
+        except (RuntimeError, NotImplementedError) as error:
+            if is_dense(leaf):
+                raise
+            self._refuse_layout(index, leaf, error)
+        # A clone of a view keeps its memory format
+        return [view.clone() for view in views] if copy else views
+
+    def _refuse_layout(self, index: int, leaf: torch.Tensor, error: Exception) -> NoReturn:
+        kind = "nested tensor" if leaf.is_nested else f"tensor of layout {leaf.layout}"
+        msg = (
+            f"{self._name(index)} is a {kind}, which torch cannot split. Pass a dense "
+            "tensor to cut it. A parallel block whose in_dims has None for its parameter "
+            "gives it whole to every lane"
+        )
+        raise ShardError(msg) from error
 
     # After forward
 
@@ -288,20 +292,19 @@ class ShardPlan:
         self, flat: FlatCall, columns: Sequence[Sequence[Any]], loans: Sequence[Loan]
     ) -> None:
         """Do the same while autograd records, when every part is a copy."""
-        # A whole tensor that stayed here is the argument itself, whose version says nothing
-        indices = set(self.cut_tensors)
-        by_lane: list[dict[int, Moved]] = []
-        for loan in loans:
-            by_lane.append({moved.leaf: moved for moved in loan.moved})
-            indices.update(by_lane[-1])
+        # A call of plain tensors has no loans
+        by_lane = [{moved.leaf: moved for moved in loan.moved} for loan in loans]
+        by_lane = by_lane or [{}] * len(self.sizes)
+        # A whole tensor that stayed here is the argument itself: its version says nothing
+        indices = set(self.cut_tensors).union(*by_lane)
         done: set[int] = set()  # one object at two places has one list of parts
         for index in sorted(indices):
             argument, parts = flat.leaves[index], columns[index]
             if id(parts) in done or argument.is_inference():
                 continue
             done.add(id(parts))
-            written, now = self._read_parts(index, parts, by_lane)
-            if not written:
+            now = self._read_written(index, parts, by_lane)
+            if now is None:
                 continue
             self._refuse_whole(index)
             # Autograd records the write if it recorded one of the lanes' writes
@@ -316,23 +319,24 @@ class ShardPlan:
                     self._refuse_new_shape(index)
                 argument.copy_(joined)
 
-    def _read_parts(
+    def _read_written(
         self, index: int, parts: Sequence[torch.Tensor], by_lane: Sequence[dict[int, Moved]]
-    ) -> tuple[bool, list[torch.Tensor]]:
-        """Return True if a lane wrote its part of a leaf, and the parts as they are now."""
+    ) -> list[torch.Tensor] | None:
+        """Return the parts of a leaf as they are now; None if no lane wrote its part."""
         is_cut = index in self.cut_tensors
         is_written = False
         now: list[torch.Tensor] = []
-        for lane, part in enumerate(parts):
-            moved = by_lane[lane].get(index) if by_lane else None
+        for part, moved_leaves in zip(parts, by_lane, strict=True):
+            moved = moved_leaves.get(index)
             if moved is not None:
-                is_written = is_written or _is_written(moved)
                 now.append(moved.copied)
-                continue
-            # A part that stayed here was copied for this call, so its version was 0
-            is_written = is_written or (is_cut and version_of(part) > 0)
-            now.append(part)
-        return is_written, now
+                is_part_written = _is_written(moved)
+            else:
+                now.append(part)
+                # A part that stayed here was copied for this call, so its version was 0
+                is_part_written = is_cut and version_of(part) > 0
+            is_written = is_written or is_part_written
+        return now if is_written else None
 
     def _refuse_whole(self, index: int) -> None:
         if self.dims[index] is None and len(self.sizes) > 1:
@@ -351,20 +355,26 @@ def _is_written(moved: Moved) -> bool:
 
 
 def _move(leaf: Any, device: torch.device) -> Any:
-    if not isinstance(leaf, (torch.Tensor, WholeLeaf)):
+    """Return a leaf on a device: the value of a leaf that is kept whole, or any other leaf."""
+    if isinstance(leaf, WholeLeaf):
+        move: Callable[[Any, torch.device], Any] = place_leaf
+        is_copied = True
+    elif isinstance(leaf, torch.Tensor):
+        move = transfer
+        is_copied = leaf.device != device
+    else:
         return leaf
-    # An inference tensor has no version, which shows a write in place
-    is_copied = isinstance(leaf, WholeLeaf) or leaf.device != device
-    with lasting() if is_copied and torch.is_inference_mode_enabled() else nullcontext():
-        return place_leaf(leaf, device) if isinstance(leaf, WholeLeaf) else transfer(leaf, device)
+    # A copy made in inference mode would have no version, which shows a write in place
+    must_have_version = is_copied and torch.is_inference_mode_enabled()
+    with lasting() if must_have_version else nullcontext():
+        return move(leaf, device)
 
 
 class Cutter:
     """Plans the calls of one method of a target.
 
-    Safe to share between threads: a dict is read and written in one step, so at worst a plan is
-    made twice. `sizes` gives the sizes of the shards, in units of `unit` rows; with `warns`, plans
-    with a large shard have a hint. With `lists_are_shared`, the rules are those of
+    Threads may share a cutter. `sizes` gives the sizes of the shards, in units of `unit` rows; with
+    `warns`, plans with a large shard have a hint. With `lists_are_shared`, the rules are those of
     torch.nn.DataParallel: every lane gets the same list or object.
     """
 
@@ -427,7 +437,7 @@ class Cutter:
         key = flat.spec, flat.extents, tuple(map(type, flat.leaves)), lanes
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._make(flat, self._dims_of(flat.spec), lanes)
+            plan = self._make_plan(flat, self._dims_of(flat.spec), lanes)
             if OBJECT not in flat.extents:  # another object of that class may be refused
                 _keep(self._plans, key, plan)
         cut = [flat.leaves[index] for index in plan.cut_tensors]
@@ -454,34 +464,39 @@ class Cutter:
                 return extent
         return 0
 
-    def _make(self, flat: FlatCall, dims: tuple[int | None, ...], lanes: int) -> ShardPlan:
-        spec, leaves, extents = flat.spec, flat.leaves, flat.extents
+    def _make_plan(self, flat: FlatCall, dims: tuple[int | None, ...], lanes: int) -> ShardPlan:
+        """Return a new plan for a call, or refuse the call."""
         refuse_dims_out_of_range(self._declarations, flat, dims)
-        counts = {extent for extent in extents if extent >= 0}
-        if len(counts) > 1:
-            # One row next to more is the same for every row, as in torch's broadcasting
-            counts.discard(1)
-        if len(counts) > 1:
-            refuse_disagreement(self._declarations, flat, dims)
-        rows = next(iter(counts), None)
+        rows = self._read_rows(flat, dims)
         is_cut = rows is not None and rows > 1 and lanes > 1
         is_strict = is_cut and not self.lists_are_shared
         refuse_unclear(self._declarations, flat, rows, is_cut=is_cut, is_strict=is_strict)
         if rows is None:
-            return ShardPlan(spec, leaves, (None,) * len(leaves), (0,))
+            whole = (None,) * len(flat.leaves)
+            return ShardPlan(flat.spec, flat.leaves, whole, (0,))
         if rows % self.unit:
             refuse_broken_units(flat, rows, self.unit)
         units = rows // self.unit
         sizes = tuple(self.unit * each for each in self.sizes(units, lanes))
         # A cache without rows yet is cut into caches that will have the rows of their lanes
         cut_extents = (rows, EMPTY) if rows != 1 else ()
-        pairs = zip(dims, extents, strict=True)
-        cut = tuple(dim if extent in cut_extents else None for dim, extent in pairs)
+        cut_dims: list[int | None] = []
+        for dim, extent in zip(dims, flat.extents, strict=True):
+            cut_dims.append(dim if extent in cut_extents else None)
         hint = None
         if self._warns:
             balanced = sizes_of_block(self.unit, are_uneven=False)(units, lanes)
             hint = hint_of_sizes(sizes, self.unit * balanced[0], lanes, self.dim)
-        return ShardPlan(spec, leaves, cut, sizes, hint)
+        return ShardPlan(flat.spec, flat.leaves, tuple(cut_dims), sizes, hint)
+
+    def _read_rows(self, flat: FlatCall, dims: tuple[int | None, ...]) -> int | None:
+        """Return the row count of a call; None if no leaf has rows."""
+        counts = {extent for extent in flat.extents if extent >= 0}
+        # One row next to more is the same for every row, as in torch's broadcasting
+        several = counts - {1}
+        if len(several) > 1:
+            refuse_disagreement(self._declarations, flat, dims)
+        return next(iter(several or counts), None)
 
     def _dims_of(self, spec: TreeSpec) -> tuple[int | None, ...]:
         """Return the dim of each leaf of the calls of one structure."""
@@ -494,12 +509,10 @@ class Cutter:
         return dims
 
 
-def _keep(cache: dict[Any, T], key: Any, value: T) -> None:
-    """Add an entry to a cache of limited size.
-
-    Each line is one step, so no lock is needed: two threads may make the same entry, and one that
-    clears the cache may drop a new one.
-    """
+def _keep(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    """Add an entry to a cache of limited size."""
+    # Each line is one step, so no lock is needed: at worst, two threads make the same entry, or
+    # one thread drops a new entry of another one
     if len(cache) >= _MOST_PLANS:
         cache.clear()
     cache[key] = value
