@@ -270,15 +270,9 @@ class Attribute(str):
     __slots__ = ()
 
 
-def addresses(spec: TreeSpec, roots: tuple[str, ...]) -> list[str]:
-    """Return the address of each leaf, such as ``args[0]`` or ``kwargs["batch"].mask``.
-
-    `roots` names the entries of the outermost tuple. Pass a single name if the value is not wrapped
-    in such a tuple.
-    """
-    if len(roots) == 1:
-        return [address(roots[0], path) for path in spec.paths()]
-    return [address(roots[path[0]], path[1:]) for path in spec.paths()]
+def addresses(spec: TreeSpec, root: str) -> list[str]:
+    """Return the address of each leaf, such as ``values[0]`` or ``values["batch"].mask``."""
+    return [address(root, path) for path in spec.paths()]
 
 
 def address(root: str, path: Iterable[Any]) -> str:

@@ -127,7 +127,7 @@ def test_rebuilt_values_and_addresses(tree):
     assert_same(unflatten(spec, leaves), tree)
     marks = [object() for _ in leaves]
     output = unflatten(spec, marks)
-    found = addresses(spec, ("output",))
+    found = addresses(spec, "output")
     assert len(found) == len(leaves) == len(set(found))
     for address, mark in zip(found, marks, strict=True):
         assert eval(address, {"output": output}) is mark

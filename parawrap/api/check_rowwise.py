@@ -127,7 +127,7 @@ def _results(
         total.backward()
     values = {
         name: part
-        for place, leaf in zip(addresses(spec, ("output",)), leaves, strict=True)
+        for place, leaf in zip(addresses(spec, "output"), leaves, strict=True)
         for name, part in _parts(place, leaf)
     }
     values |= {

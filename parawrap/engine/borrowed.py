@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from parawrap._private_names import version_of
-from parawrap.engine.flat_call import CALL_ROOTS, is_plain_value
+from parawrap.engine.flat_call import address_in_call, is_plain_value
 from parawrap.engine.join_rules import JoinRules, ReturnedArgument, is_tree
 from parawrap.engine.lent_containers import (
     Contents,
@@ -52,7 +52,7 @@ from parawrap.engine.rules.registry import (
 )
 from parawrap.engine.rules.transformers_caches import WITHOUT_CACHE, is_cache
 from parawrap.errors import GatherError, ShardError
-from parawrap.tree import UNDECLARED, WholeLeaf, address, entry_at
+from parawrap.tree import UNDECLARED, WholeLeaf, entry_at
 
 WRITTEN_WHOLE = (
     "the model wrote in place into a tensor that every lane gets whole, so each lane wrote once. "
@@ -382,7 +382,7 @@ class Borrowed:
             if not changed:
                 continue
             own = follow_path(self._call, path)
-            place = address(CALL_ROOTS[path[0]], path[1:])
+            place = address_in_call(path)
             if id(own) in done:
                 _refuse(place, own, "it is at two places of the call, where each lane has two")
             done.add(id(own))
@@ -415,7 +415,7 @@ class Borrowed:
             try:
                 value = self._join_new(column, join, self._places_in_output.get(path), key)
             except GatherError as error:
-                place = address(CALL_ROOTS[path[0]], (*path[1:], key))
+                place = address_in_call((*path, key))
                 refused[place] = error
             else:
                 joined[key] = New(value)

@@ -33,10 +33,10 @@ from parawrap.engine.cut_errors import (
     refuse_unclear,
 )
 from parawrap.engine.flat_call import (
-    CALL_ROOTS,
     EMPTY,
     OBJECT,
     FlatCall,
+    address_in_call,
     extent_of,
     is_plain_value,
 )
@@ -45,7 +45,7 @@ from parawrap.engine.lent_containers import paths_of_containers
 from parawrap.engine.rules.registry import place_leaf, splitter_of
 from parawrap.engine.shard_sizes import Sizes, balanced_sizes, hint_of_sizes, sizes_of_block
 from parawrap.errors import ShardError
-from parawrap.tree import TENSOR, TreeSpec, WholeLeaf, addresses, flatten, is_dense, unflatten
+from parawrap.tree import TENSOR, TreeSpec, WholeLeaf, flatten, is_dense, unflatten
 
 _NEW_SHAPE = (
     "the model changed its shape in place, and each lane changed its own part. Use an out-of-place "
@@ -347,7 +347,7 @@ class ShardPlan:
         raise ShardError(msg)
 
     def _name(self, index: int) -> str:
-        return addresses(self.spec, CALL_ROOTS)[index]
+        return address_in_call(self.spec.paths()[index])
 
 
 def _is_written(moved: Moved) -> bool:

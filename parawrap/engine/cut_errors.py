@@ -11,21 +11,45 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from parawrap.engine.flat_call import ARRAY, BEYOND, CALL_ROOTS, OBJECT, FlatCall, has_items
+from parawrap.engine.flat_call import (
+    ARRAY,
+    BEYOND,
+    OBJECT,
+    FlatCall,
+    address_in_call,
+    has_items,
+)
 from parawrap.engine.in_dims import InDims
+from parawrap.engine.lent_containers import Path
 from parawrap.engine.rules.registry import registration_of
 from parawrap.engine.rules.transformers_caches import is_cache
 from parawrap.errors import ShardError
-from parawrap.tree import UNDECLARED, TreeSpec, address, addresses, list_attributes, tensors_in
+from parawrap.tree import UNDECLARED, TreeSpec, list_attributes, tensors_in
 
-_MOST_LISTED = 20  # values, in an error; its cure names every argument
-_MOST_MULTIPLES = 4  # more values with multiples of the rows are a dict of parameters
+# Values in an error, which must stay readable; its cure names every argument
+_MOST_LISTED = 20
+# More values with multiples of the rows are a dict of parameters; a guess that no test contradicts
+_MOST_MULTIPLES = 4
+
+
+class _LeafWithRows(NamedTuple):
+    """A leaf of a call that has rows: its path, their number, and the dim that they lie on."""
+
+    leaf: Any
+    path: Path
+    rows: int
+    dim: int | None
+
+    @property
+    def argument(self) -> Path:
+        """The path to the argument that the leaf lies in."""
+        return self.path[:2]
 
 
 class _Unclear(NamedTuple):
     """A value of a call that may or may not be cut: its place, and its description for an error."""
 
-    path: tuple[Any, ...]
+    path: Path
     says: str
     may_be_items: bool = False
 
@@ -33,53 +57,36 @@ class _Unclear(NamedTuple):
 def refuse_disagreement(
     declarations: InDims, flat: FlatCall, dims: Sequence[int | None]
 ) -> NoReturn:
-    """Refuse leaves with different row counts.
-
-    The batch has the count of most arguments that are tensors; without such arguments, that of most
-    leaves.
-    """
-    where = addresses(flat.spec, CALL_ROOTS)
-    paths = flat.spec.paths()
-    # One row goes with any batch, as in torch's broadcasting.
-    found = {index: rows for index, rows in enumerate(flat.extents) if rows >= 0 and rows != 1}
-    of_arguments = [rows for index, rows in found.items() if len(paths[index]) == 2]
-    counts = Counter(of_arguments or found.values())
-    ((batch, _),) = counts.most_common(1)
-    others: list[int] = []
-    with_rows: list[int] = []
-    for index, rows in found.items():
-        if rows == batch:
-            with_rows.append(index)
-        else:
-            others.append(index)
-
+    """Refuse leaves with different row counts."""
+    leaves = _find_leaves_with_rows(flat, dims)
+    batch = _guess_batch(leaves)
+    with_rows = [leaf for leaf in leaves if leaf.rows == batch]
+    others = [leaf for leaf in leaves if leaf.rows != batch]
     # A cure names a leaf if its argument has other leaves with the rows, and else the argument.
-    cut = {paths[index][:2] for index in with_rows}
-    parts: dict[tuple[Any, ...], None] = {}
-    for index in others:
-        path = paths[index]
-        argument = path[:2]
-        parts[path if argument in cut else argument] = None
-    arguments = {path[:2]: None for path in parts}
+    cut_arguments = {leaf.argument for leaf in with_rows}
+    of_part: dict[Path, list[_LeafWithRows]] = {}
+    for leaf in others:
+        part = leaf.path if leaf.argument in cut_arguments else leaf.argument
+        of_part.setdefault(part, []).append(leaf)
+
     # One leaf with the rows of the batch is enough for the comparison.
     shown = [*others[:_MOST_LISTED], with_rows[0]]
-    listed = [f"{where[index]} has {found[index]} on dim {dims[index]}" for index in shown]
+    listed = [f"{address_in_call(leaf.path)} has {leaf.rows} on dim {leaf.dim}" for leaf in shown]
     msg = f"the rows of the call disagree: {', '.join(listed)}. "
     # The shorter cure comes first, unless it would leave no argument to cut.
-    keeps_an_argument = cut - arguments.keys()
-    if arguments != parts and keeps_an_argument:
+    arguments = {part[:2]: None for part in of_part}
+    whole: dict[Path, str | int | None] = dict.fromkeys(of_part)
+    keeps_an_argument = cut_arguments - arguments.keys()
+    if arguments != whole and keeps_an_argument:
         places = _join_places(arguments)
         cure = declarations.write_cure(arguments)
         msg += f"To give {places} whole to every lane, such as a dict of parameters, use {cure}. "
-    places = _join_places(parts)
-    cure = declarations.write_cure(parts)
+    places = _join_places(whole)
+    cure = declarations.write_cure(whole)
     msg += f"To give {places} whole to every lane, use {cure}. "
-    of_part: dict[tuple[Any, ...], list[int]] = {part: [] for part in parts}
-    for index in others:
-        part = paths[index] if paths[index] in of_part else paths[index][:2]
-        of_part[part].append(index)
-    msg += _say_other_cuts(declarations, flat, of_part, batch)
-    msg += _say_multiples({where[index]: rows for index, rows in found.items()}, batch)
+    msg += _say_other_dims(declarations, of_part, batch)
+    msg += _say_items(declarations, flat, of_part, batch)
+    msg += _say_multiples(leaves, batch)
     msg += (
         "If none of these fits, as for offsets into another argument, give each lane a whole "
         "batch: `map` of the block, or TupleParallel"
@@ -87,66 +94,90 @@ def refuse_disagreement(
     raise ShardError(msg)
 
 
-def _say_other_cuts(
-    declarations: InDims, flat: FlatCall, of_part: Mapping[tuple[Any, ...], list[int]], batch: int
+def _find_leaves_with_rows(flat: FlatCall, dims: Sequence[int | None]) -> list[_LeafWithRows]:
+    """Return the leaves with rows, except single rows, which go with any batch."""
+    found: list[_LeafWithRows] = []
+    columns = zip(flat.leaves, flat.spec.paths(), flat.extents, dims, strict=True)
+    for leaf, path, extent, dim in columns:
+        if extent >= 0 and extent != 1:
+            found.append(_LeafWithRows(leaf, path, extent, dim))
+    return found
+
+
+def _guess_batch(leaves: Sequence[_LeafWithRows]) -> int:
+    """Return the row count of most arguments that are tensors; without such, of most leaves."""
+    of_arguments = [leaf.rows for leaf in leaves if leaf.path == leaf.argument]
+    of_leaves = [leaf.rows for leaf in leaves]
+    ((batch, _),) = Counter(of_arguments or of_leaves).most_common(1)
+    return batch
+
+
+def _say_other_dims(
+    declarations: InDims, of_part: Mapping[Path, Sequence[_LeafWithRows]], batch: int
 ) -> str:
-    """Return the `in_dims` that cut values on another dim, or by item, where their sizes allow it.
+    """Return the `in_dims` that cut values on another dim, where their sizes allow one.
 
     `of_part` are the leaves that disagree, by the path of the value that a cure names.
     """
-    paths = flat.spec.paths()
-    by_dim: dict[tuple[Any, ...], int] = {}
-    by_item: dict[tuple[Any, ...], str] = {}
-    for part, indices in of_part.items():
-        dims = {dim for index in indices for dim in _dims_of_size(flat.leaves[index], batch)}
-        has_dim = all(_dims_of_size(flat.leaves[index], batch) for index in indices)
-        if len(dims) == 1 and has_dim:
+    whole: dict[Path, str | int | None] = dict.fromkeys(of_part)
+    by_dim: dict[Path, int] = {}
+    for part, leaves in of_part.items():
+        dims_of_leaves = [_dims_of_size(each.leaf, batch) for each in leaves]
+        dims = set().union(*dims_of_leaves)
+        if all(dims_of_leaves) and len(dims) == 1:
             by_dim[part] = dims.pop()
-        items = {path[2] for path in paths if path[:2] == part and len(path) > 2}
-        is_sequence = all(isinstance(item, int) for item in items)
-        if is_sequence and len(items) == batch and declarations.find(part) != "items":
-            by_item[part] = "items"
-    whole: dict[tuple[Any, ...], str | int | None] = dict.fromkeys(of_part)
-    said = ""
-    if by_dim:
-        on = " and ".join(f"dim {dim}" for dim in sorted(set(by_dim.values())))
-        said += f"If the rows of {_join_places(by_dim)} lie on {on}, use "
-        said += f"{declarations.write_cure(whole | by_dim)}. "
-    if by_item:
-        has = "has" if len(by_item) == 1 else "have"
-        said += f"If {_join_places(by_item)} {has} one item per row, use "
-        said += f"{declarations.write_cure(whole | by_item)}. "
-    return said
+    if not by_dim:
+        return ""
+    named = " and ".join(f"dim {dim}" for dim in sorted(set(by_dim.values())))
+    cure = declarations.write_cure(whole | by_dim)
+    return f"If the rows of {_join_places(by_dim)} lie on {named}, use {cure}. "
 
 
-def _dims_of_size(leaf: Any, size: int) -> list[int]:
+def _dims_of_size(leaf: Any, size: int) -> set[int]:
     """Return the dims of a tensor that have this size."""
     if not isinstance(leaf, torch.Tensor) or leaf.is_nested:
-        return []
-    return [dim for dim, each in enumerate(leaf.shape) if each == size]
+        return set()
+    return {dim for dim, each in enumerate(leaf.shape) if each == size}
 
 
-def _say_multiples(found: Mapping[str, int], batch: int) -> str:
-    """Return what to do with values that have several entries per row, such as patches.
+def _say_items(declarations: InDims, flat: FlatCall, parts: Iterable[Path], batch: int) -> str:
+    """Return the `in_dims` that cut values by item, where their lengths allow it."""
+    paths = flat.spec.paths()
+    whole: dict[Path, str | int | None] = dict.fromkeys(parts)
+    by_item: dict[Path, str | int | None] = {}
+    for part in whole:
+        items = {path[2] for path in paths if path[:2] == part and len(path) > 2}
+        is_sequence = all(isinstance(item, int) for item in items)
+        is_declared = declarations.find(part) == "items"
+        if is_sequence and len(items) == batch and not is_declared:
+            by_item[part] = "items"
+    if not by_item:
+        return ""
+    has = "has" if len(by_item) == 1 else "have"
+    cure = declarations.write_cure(whole | by_item)
+    return f"If {_join_places(by_item)} {has} one item per row, use {cure}. "
 
-    `found` are the counts of the values by their addresses.
-    """
-    of_count: dict[int, list[str]] = {}
+
+def _say_multiples(leaves: Sequence[_LeafWithRows], batch: int) -> str:
+    """Return the advice for values that have several entries per row, such as patches."""
     # Two arguments do not say which of them is the batch: images, or the patches of all images
-    fewest = min(found.values())
-    if fewest > 0 and all(rows % fewest == 0 for rows in found.values()):
+    fewest = min(leaf.rows for leaf in leaves)
+    if fewest > 0 and all(leaf.rows % fewest == 0 for leaf in leaves):
         batch = fewest
-    for place, rows in found.items():
-        if batch > 0 and rows > batch and rows % batch == 0:
-            of_count.setdefault(rows // batch, []).append(place)
+    if batch == 0:
+        return ""
+    of_count: dict[int, list[str]] = {}
+    for leaf in leaves:
+        if leaf.rows > batch and leaf.rows % batch == 0:
+            of_count.setdefault(leaf.rows // batch, []).append(address_in_call(leaf.path))
     if sum(map(len, of_count.values())) > _MOST_MULTIPLES:
         return ""
     said = ""
     for count, places in of_count.items():
-        one = len(places) == 1
+        has, it = ("has", "it") if len(places) == 1 else ("have", "them")
         said += (
-            f"If {_list_in_words(places)} {'has' if one else 'have'} {count} entries per row, as "
-            f"patches, frames, or masks with one row per head, pass {'it' if one else 'them'} as "
+            f"If {_list_in_words(places)} {has} {count} entries per row, as "
+            f"patches, frames, or masks with one row per head, pass {it} as "
             f"({batch}, {count}, ...), and use flatten(0, 1) in the target. "
         )
     return said
@@ -155,7 +186,7 @@ def _say_multiples(found: Mapping[str, int], batch: int) -> str:
 def refuse_attributes(declarations: InDims, flat: FlatCall, cut: Sequence[int]) -> None:
     """Refuse cut tensors with attributes of their own, which their parts would not have."""
     paths = flat.spec.paths()
-    found: dict[tuple[Any, ...], None] = {}
+    found: dict[Path, None] = {}
     names: dict[str, None] = {}  # a dict, since a set has another order in every process
     rules: set[str] = set()
     for index in cut:
@@ -205,16 +236,13 @@ def refuse_dims_out_of_range(
 
 def refuse_broken_units(flat: FlatCall, rows: int, unit: int) -> NoReturn:
     """Refuse a batch that is not a multiple of `unit`."""
-    where = addresses(flat.spec, CALL_ROOTS)
     # All leaves with rows have this count, so the first one stands for them.
-    first = flat.extents.index(rows)
+    first = flat.spec.paths()[flat.extents.index(rows)]
     fewer = rows - rows % unit
-    sizes = f"{unit}"
-    if fewer:
-        sizes = f"{fewer} or {fewer + unit}"
+    sizes = f"{fewer} or {fewer + unit}" if fewer else f"{unit}"
     msg = (
-        f"{where[first]} has {rows} rows, not a multiple of unit={unit}. Pass a batch of {sizes} "
-        "rows, or another unit"
+        f"{address_in_call(first)} has {rows} rows, not a multiple of unit={unit}. Pass a batch of "
+        f"{sizes} rows, or another unit"
     )
     raise ShardError(msg)
 
@@ -240,16 +268,9 @@ def refuse_unclear(
                 found.append(each)
     if not found:
         return
-    it = "them"
-    if len(found) == 1:
-        it = "it"
-    whole: dict[tuple[Any, ...], str | None] = {}
-    by_item: dict[tuple[Any, ...], str | None] = {}
-    for each in found:
-        whole[each.path] = None
-        by_item[each.path] = None
-        if each.may_be_items:
-            by_item[each.path] = "items"
+    it = "it" if len(found) == 1 else "them"
+    whole = {each.path: None for each in found}
+    by_item = {each.path: "items" if each.may_be_items else None for each in found}
     cures = f"{declarations.write_cure(whole)} gives {it} whole to every lane"
     if by_item != whole:
         cures = f"{declarations.write_cure(by_item)} cuts {it} by item, and {cures}"
@@ -264,7 +285,7 @@ def _find_objects(
     """Yield objects of unknown classes and arrays, which all lanes would share."""
     paths = flat.spec.paths()
     for path, leaf, extent in zip(paths, flat.leaves, flat.extents, strict=True):
-        place = _join_places([path])
+        place = address_in_call(path)
         is_a = f"{place} is a {type(leaf).__name__}"
         if extent <= ARRAY and is_strict:
             says = (
@@ -301,7 +322,7 @@ def _find_sequences(
     flat: FlatCall,
     rows: int,
     node: TreeSpec,
-    path: tuple[Any, ...] = (),
+    path: Path = (),
     start: int = 0,
 ) -> Iterator[_Unclear]:
     """Yield lists and tuples without rows that are as long as the batch, and deques.
@@ -317,10 +338,8 @@ def _find_sequences(
     has_rows = any(extent >= 0 and extent != 1 for extent in kinds)
     is_unclear = is_argument and is_long and not has_rows
     if kind is not None and is_unclear and declarations.find(path) is UNDECLARED:
-        place = _join_places([path])
-        has = "without a tensor"
-        if 1 in kinds:
-            has = "with tensors of one row"
+        place = address_in_call(path)
+        has = "with tensors of one row" if 1 in kinds else "without a tensor"
         says = (
             f"{place} is a {kind.__name__} of {items} items {has}, "
             f"and the batch has {rows} rows: it may have one item per row or be one value for all "
@@ -332,13 +351,9 @@ def _find_sequences(
         start += child.num_leaves
 
 
-def _join_places(paths: Iterable[Sequence[Any]]) -> str:
+def _join_places(paths: Iterable[Path]) -> str:
     """Return the addresses of values of a call, in words."""
-    places = []
-    for path in paths:
-        root = CALL_ROOTS[path[0]]
-        places.append(address(root, path[1:]))
-    return _list_in_words(places)
+    return _list_in_words([*map(address_in_call, paths)])
 
 
 def _list_in_words(places: Sequence[str]) -> str:

@@ -18,10 +18,7 @@ import torch
 
 from parawrap.engine.columns import shape_of
 from parawrap.engine.rules.registry import splitter_of
-from parawrap.tree import PLAIN, TreeSpec, WholeLeaf
-
-CALL_ROOTS = ("args", "kwargs")
-"""How the addresses of a call's leaves begin."""
+from parawrap.tree import PLAIN, TreeSpec, WholeLeaf, address
 
 # Extents of leaves without rows
 BROADCAST = -1  # every lane gets the same object
@@ -53,6 +50,12 @@ class FlatCall(NamedTuple):
     spec: TreeSpec
     extents: tuple[int, ...] = ()
     on_cpu: bool = False
+
+
+def address_in_call(path: Sequence[Any]) -> str:
+    """Return the address of a value in a call, such as ``args[0]``, from its path."""
+    root = "args" if path[0] == 0 else "kwargs"
+    return address(root, path[1:])
 
 
 def extent_of(leaf: Any, dim: int | None) -> int:

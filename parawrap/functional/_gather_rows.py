@@ -86,7 +86,7 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
         return tree
     indices, length = _find_indices(sampler, ranks)
     leaves, spec = flatten(replace_nodes(tree, _is_list, WholeLeaf))  # a list is one column
-    places = addresses(spec, ("tree",))
+    places = addresses(spec, "tree")
     columns = []
     for leaf, place in zip(leaves, places, strict=True):
         columns.append(_check_column(leaf, place, len(indices)))

@@ -75,7 +75,7 @@ def reduce_metrics(
         msg = f"weight={weight!r} is not a weight. Use a finite number of at least 0"
         raise ValueError(msg)
     leaves, spec = flatten(values)
-    places = addresses(spec, ("values",))
+    places = addresses(spec, "values")
     numbers = []
     forms = [f"op={op!r}"]
     for leaf, place in zip(leaves, places, strict=True):
