@@ -58,17 +58,12 @@ _ITEMS_OF_ROWS = "_encodings"
 
 # Each type is examined once. From then on it is a leaf, or a node that optree knows. Types are few
 # and long-lived.
-_known_leaves: set[type] = {
-    torch.Tensor,
-    torch.nn.Parameter,
-    torch.Size,
-    *PLAIN,
-}
+_known_leaves: set[type] = {torch.Tensor, torch.nn.Parameter, torch.Size, *PLAIN}
 _nodes: set[type] = set()
 _whole: set[type] = set()  # of the nodes, those that are kept whole
 # All three are written with the lock held, and read without it: a look at one of them is one step
 _examining = threading.Lock()
-_claims: list[Callable[[type], bool]] = []
+_claims: list[Callable[[type], bool]] = []  # from `keep_whole_if`
 
 
 class WholeLeaf:
@@ -98,7 +93,8 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
     kinds = {type(leaf) for leaf in leaves if is_leaf is None or not is_leaf(leaf)}
     new_kinds = kinds - _known_leaves
     if new_kinds and _examine(new_kinds):
-        return flatten(value, is_leaf)  # optree takes the new containers apart now
+        # optree takes the new containers apart now, and may meet other new classes inside
+        return flatten(value, is_leaf)
     return leaves, spec
 
 
@@ -180,10 +176,10 @@ def held_by(value: Any) -> list[Any]:
         found += value
     elif isinstance(value, types.MethodType):
         found.append(value.__self__)
-    names = {*getattr(value, "__dict__", ()), *names_of_slots(type(value))}
-    found += [
-        getattr(value, name) for name in names if isinstance(name, str) and hasattr(value, name)
-    ]
+    for name in {*getattr(value, "__dict__", ()), *names_of_slots(type(value))}:
+        # A namespace with `self.__dict__ = self` may have other keys. A slot may be empty
+        if isinstance(name, str) and hasattr(value, name):
+            found.append(getattr(value, name))
     return found
 
 
@@ -208,7 +204,9 @@ def names_of_slots(cls: type) -> list[str]:
     found: list[str] = []
     for each in cls.__mro__:
         slots = vars(each).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
+        if isinstance(slots, str):  # Python takes a single name too
+            slots = (slots,)
+        for name in slots:
             if name in ("__dict__", "__weakref__"):
                 continue
             is_private = name.startswith("__") and not name.endswith("__")
@@ -231,16 +229,17 @@ UNDECLARED: Any = object()
 
 def as_tree(option: Any) -> Any:
     """Return an option that may be a tree, with dicts in the places of dataclasses."""
-    if (
-        dataclasses.is_dataclass(option)
-        and not isinstance(option, type)
-        and not isinstance(option, Mapping)
-    ):
-        names = [field.name for field in dataclasses.fields(option) if hasattr(option, field.name)]
-        return {name: as_tree(getattr(option, name)) for name in names}
+    # First: a ModelOutput is a dataclass too, and has its items as a mapping
     if isinstance(option, Mapping):
         return {key: as_tree(each) for key, each in option.items()}
-    return tuple(map(as_tree, option)) if isinstance(option, (list, tuple, deque)) else option
+    is_class = isinstance(option, type)
+    if dataclasses.is_dataclass(option) and not is_class:
+        names = [field.name for field in dataclasses.fields(option)]
+        # A field with init=False may not be set
+        return {name: as_tree(getattr(option, name)) for name in names if hasattr(option, name)}
+    if isinstance(option, (list, tuple, deque)):
+        return tuple(map(as_tree, option))
+    return option
 
 
 def entries_of(option: Any) -> list[Any]:
@@ -281,9 +280,13 @@ def address(root: str, path: Iterable[Any]) -> str:
 
 
 def _write_step(entry: object) -> str:
+    if entry is _INSIDE:
+        return ""
+    if isinstance(entry, Attribute):
+        return f".{entry}"
     if isinstance(entry, str):
-        return f".{entry}" if isinstance(entry, Attribute) else f'["{entry}"]'
-    return "" if entry is _INSIDE else f"[{entry!r}]"
+        return f'["{entry}"]'
+    return f"[{entry!r}]"
 
 
 # Classes of containers
@@ -307,10 +310,10 @@ def _examine(kinds: Iterable[type]) -> bool:
 
 
 def _is_container(cls: type) -> bool:
-    is_value = issubclass(cls, (torch.nn.Module, enum.Enum))
-    return not is_value and (
-        issubclass(cls, (Mapping, list, tuple)) or dataclasses.is_dataclass(cls)
-    )
+    # A module may be a dataclass, and a member of an Enum a tuple. Both are values
+    if issubclass(cls, (torch.nn.Module, enum.Enum)):
+        return False
+    return issubclass(cls, (Mapping, list, tuple)) or dataclasses.is_dataclass(cls)
 
 
 def _register(cls: type, down: Callable[[Any], Any]) -> None:
@@ -351,30 +354,35 @@ def _take_apart(value: Any) -> tuple[Any, ...]:
     attributes: dict[str, Any] = getattr(value, "__dict__", {})
     if isinstance(value, Mapping):
         keys = tuple(value)
-        items = [value[key] for key in keys]
+        parts = [value[key] for key in keys]
         if not isinstance(value, dict | UserDict):
             attributes = {}  # its class alone can fill it, and its attributes may hold the items
     elif dataclasses.is_dataclass(value):
-        keys = tuple(
-            Attribute(field.name)
-            for field in dataclasses.fields(value)
-            if hasattr(value, field.name)
-        )
-        items = [getattr(value, key) for key in keys]
+        fields = dataclasses.fields(value)
+        keys = tuple(Attribute(field.name) for field in fields if hasattr(value, field.name))
+        parts = [getattr(value, key) for key in keys]
     else:
         keys = tuple(range(len(value)))
-        items = list(value)
-    # A ModelOutput has its items as attributes too
-    skip = {*keys, "data"} if isinstance(value, UserDict) else {*keys}
-    others = {name: each for name, each in attributes.items() if name not in skip}
-    if isinstance(value, UserDict) and isinstance(others.get(_ITEMS_OF_ROWS), list):
-        others[_ITEMS_OF_ROWS] = WholeLeaf(others[_ITEMS_OF_ROWS])
-    plain = tuple((name, type(each), each) for name, each in others.items() if type(each) in PLAIN)
-    names = tuple(Attribute(name) for name, each in others.items() if type(each) not in PLAIN)
+        parts = list(value)
+    # A ModelOutput and a dataclass have their items as attributes too
+    skipped = {*keys}
+    if isinstance(value, UserDict):
+        skipped.add("data")  # its items
+    names: list[Attribute] = []
+    plain: list[tuple[str, type, Any]] = []
+    for name, part in attributes.items():
+        if name in skipped:
+            continue
+        if type(part) in PLAIN:
+            plain.append((name, type(part), part))
+            continue
+        has_item_per_row = name == _ITEMS_OF_ROWS and isinstance(part, list)
+        is_wrapped = has_item_per_row and isinstance(value, UserDict)
+        names.append(Attribute(name))
+        parts.append(WholeLeaf(part) if is_wrapped else part)
     factory = value.default_factory if isinstance(value, defaultdict) else None
     is_namespace = attributes is value
-    blank = _Blank(type(value), keys, names, plain, factory, is_namespace)
-    parts = [*items, *(others[name] for name in names)]
+    blank = _Blank(type(value), keys, tuple(names), tuple(plain), factory, is_namespace)
     return tuple(parts), blank, (*keys, *names)
 
 
@@ -386,23 +394,23 @@ def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
     found = list(parts)
     if blank is None:
         return _unwrap(found[0])
-    kind: type = blank.cls
-    items = dict(zip(blank.keys, found, strict=False))
-    if issubclass(kind, Mapping) and not issubclass(kind, dict | UserDict):
-        return blank.cls(items)  # only the class can fill its instances
+    kind = blank.cls
+    count = len(blank.keys)
+    items = dict(zip(blank.keys, found[:count], strict=True))
+    is_mapping = issubclass(kind, Mapping)
+    if is_mapping and not issubclass(kind, dict | UserDict):
+        return kind(items)  # only the class can fill its instances
     is_tuple = issubclass(kind, tuple)
-    built: Any = (
-        tuple.__new__(blank.cls, items.values()) if is_tuple else blank.cls.__new__(blank.cls)
-    )
-    attributes = {name: each for name, _, each in blank.plain}
+    built = tuple.__new__(kind, items.values()) if is_tuple else kind.__new__(kind)
+    # Attributes come before the items: `__setitem__` of the class may read them
     if issubclass(kind, defaultdict):
         built.default_factory = blank.factory
-    if issubclass(kind, UserDict):
-        attributes["data"] = {}
     if blank.is_namespace:
         built.__dict__ = built
-    _set_attributes(built, attributes)
-    if issubclass(kind, Mapping):
+    if issubclass(kind, UserDict):
+        object.__setattr__(built, "data", {})
+    _set_attributes(built, {name: value for name, _, value in blank.plain})
+    if is_mapping:
         # __setitem__ keeps the attributes of a ModelOutput equal to its items
         for key, item in items.items():
             built[key] = item
@@ -410,7 +418,8 @@ def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
         _set_attributes(built, items)
     elif not is_tuple:
         built.extend(items.values())
-    _set_attributes(built, dict(zip(blank.names, map(_unwrap, found[len(items) :]), strict=True)))
+    others = map(_unwrap, found[count:])
+    _set_attributes(built, dict(zip(blank.names, others, strict=True)))
     return built
 
 
