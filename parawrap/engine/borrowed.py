@@ -343,14 +343,12 @@ class Borrowed:
             if before is None:
                 return None
             after = read_entries(before)
-            if after is None:
-                return _OF_ARGUMENT
+            sources = {} if after is None else after.items | after.attributes
             now = Contents.read(node)
-            values = now.items_by_key() | now.attributes
             shown: dict[Any, Any] = {}
-            for key, source in (after.items | after.attributes).items():
-                value = values[key]
-                is_shown = isinstance(source, New) or id(value) in lent
+            for key, value in (now.items_by_key() | now.attributes).items():
+                # A container that forward has not changed may hold one that it has
+                is_shown = isinstance(sources.get(key), New) or id(value) in lent
                 shown[key] = replace_parts(value, show) if is_shown else _OF_ARGUMENT
             return [*shown.values()] if isinstance(now.items, list) else shown
 

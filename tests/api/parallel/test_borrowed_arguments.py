@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from parawrap import DataParallel, ShardError, parallel, register_split
+from parawrap import DataParallel, GatherError, ShardError, parallel, register_split
 from tests.helpers.same import assert_same
 
 TWO = ["cpu"] * 2
@@ -270,6 +270,67 @@ def test_objects_that_all_lanes_share():
         assert_same(p(ROWS, log, False), ROWS)
         with pytest.raises(ShardError, match=r"every lane gets whole.*Return what it writes"):
             p(ROWS, log, True)
+
+
+@torch.no_grad()
+def test_attributes_of_a_registered_object():
+    """A tensor that no lane has set stays the caller's own. One that a lane writes is joined."""
+
+    def forward(x, words, writes):
+        words.items = [item.upper() for item in words.items]
+        if writes and x[0] == 0:
+            words.note += 1
+        return x
+
+    note = torch.zeros(1)
+    for writes in (False, True):
+        words = Words("abcdefghi", note)
+        with parallel(forward, TWO) as p:
+            p(ROWS, words, writes)
+        assert words.items == [*"ABCDEFGHI"]
+        assert (words.note is note) == (not writes)
+
+
+@torch.no_grad()
+def test_registered_objects_that_cannot_be_joined():
+    """The error names the argument, and the argument stays as it is."""
+
+    class Sealed(Words):
+        pass
+
+    def refuse(parts):
+        raise GatherError("parts have different notes")
+
+    register_split(Sealed, split=split_words, join=refuse)
+
+    def forward(x, words):
+        words.note = len(x)
+        return x
+
+    words = Sealed("abcdefghi")
+    with (
+        parallel(forward, TWO) as p,
+        pytest.raises(GatherError, match=r"args\[1\] was changed differently.*different notes"),
+    ):
+        p(ROWS, words)
+    assert words.note is None
+
+
+@torch.no_grad()
+def test_refused_entries_of_a_returned_argument():
+    """The error names the entries by their places in the output, with the option for each."""
+
+    def forward(batch):
+        batch["inner"]["mean"] = batch["x"].mean()
+        batch["log"].append(batch["x"])
+        return {"batch": batch}
+
+    batch = new_batch()
+    with parallel(forward, TWO) as p, pytest.raises(GatherError) as caught:
+        p(batch)
+    assert 'output["batch"]["inner"]["mean"] cannot be joined' in str(caught.value)
+    assert 'reduce={"batch": {"inner": {"mean": "mean"}}}' in str(caught.value)
+    assert (batch["inner"], batch["log"]) == ({"a": 1}, [])
 
 
 @torch.no_grad()
