@@ -21,19 +21,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 
 from parawrap._private_names import version_of
 from parawrap.engine.flat_call import address_in_call, is_plain_value
-from parawrap.engine.join_rules import JoinRules, ReturnedArgument, is_tree
+from parawrap.engine.join_rules import JoinMode, JoinRules, ReturnedArgument, is_tree
 from parawrap.engine.lent_containers import (
     Contents,
     EntriesAfter,
     New,
     Old,
     Path,
+    Sources,
     are_same_objects,
     enter_entries,
     follow_path,
@@ -81,19 +82,16 @@ def rules_of_entries(rules: JoinRules, place: Path | None = None, key: Any = Non
             option = entry_at(option, step, missing)
         return option
 
+    out_dims = read_option(rules.out_dims, UNDECLARED)
+    reduce = read_option(rules.reduce, None)
+    pad_value = read_option(rules.pad_value, None)
+    # Not "list": the plain call leaves one value in the entry, not one per lane
+    mode: JoinMode = "pad" if rules.join == "pad" else "cat"
     # An error names options only where they hold for the entry as it is
     names_places = any(map(is_tree, (rules.out_dims, rules.reduce, rules.pad_value)))
     hold_for_all = place is None and not names_places and not rules.as_torch
-    return JoinRules(
-        rules.dim,
-        read_option(rules.out_dims, UNDECLARED),
-        read_option(rules.reduce, None),
-        # Not "list": the plain call leaves one value in the entry, not one per lane
-        "pad" if rules.join == "pad" else "cat",
-        read_option(rules.pad_value, None),
-        rules.as_torch,
-        "whole" if hold_for_all else "none",
-    )
+    options: Literal["whole", "none"] = "whole" if hold_for_all else "none"
+    return JoinRules(rules.dim, out_dims, reduce, mode, pad_value, rules.as_torch, options)
 
 
 # Before forward
@@ -172,22 +170,26 @@ def lend(
             # An inference tensor has no version that shows a write
             if is_moved and not copied.is_inference():
                 moved.append(Moved(index, part, copied, version_of(copied)))
-    return Loan(
-        leaves=leaves,
-        containers=[Contents.read(follow_path(call, path)) for path in paths],
-        moved=moved,
-        objects={index: contents_of(leaves[index]) for index in objects},
-        attributes={index: _read_versions(leaves[index]) for index in objects},
-        shared={index: _read_shared(leaves[index]) for index in shared},
-    )
+    containers = [Contents.read(follow_path(call, path)) for path in paths]
+    contents: dict[int, Sequence[Any]] = {}
+    attributes: dict[int, dict[str, tuple[Any, int]]] = {}
+    for index in objects:
+        contents[index] = contents_of(leaves[index])
+        attributes[index] = _read_versions(leaves[index])
+    states: dict[int, Sequence[Any]] = {}
+    for index in shared:
+        states[index] = _read_shared(leaves[index])
+    return Loan(leaves, containers, moved, contents, attributes, states)
 
 
 def _read_versions(value: Any) -> dict[str, tuple[Any, int]]:
     """Return the attributes of an object, each with its version if it is a tensor."""
     found: dict[str, tuple[Any, int]] = {}
     for name, part in read_attributes(value).items():
-        has_version = isinstance(part, torch.Tensor) and not part.is_inference()
-        found[name] = part, version_of(part) if has_version else 0
+        version = 0
+        if isinstance(part, torch.Tensor) and not part.is_inference():
+            version = version_of(part)
+        found[name] = part, version
     return found
 
 
@@ -324,12 +326,12 @@ class Borrowed:
 
     def _find_places_in_output(self, output: Any) -> None:
         """Note where the output of a lane has its containers: the first place of each."""
-        containers = [before.container for before in self._loans[0].containers]
-        paths = dict(zip(map(id, containers), self._paths, strict=True))
+        paths: dict[int, Path] = {}
+        for path, before in zip(self._paths, self._loans[0].containers, strict=True):
+            paths[id(before.container)] = path
         for place, node in walk_containers(output):
-            path = paths.get(id(node))
-            if path is not None:
-                self._places_in_output.setdefault(path, place)
+            if id(node) in paths:
+                self._places_in_output.setdefault(paths[id(node)], place)
 
     def _show_new_entries(self, output: Any, loan: Loan) -> Any:
         """Return the output of a lane with the entries that forward wrote into its arguments.
@@ -398,12 +400,12 @@ class Borrowed:
 
     def _join_entries(
         self, of_lanes: Sequence[dict[Any, Any]], join: Join, path: Path, own: Any
-    ) -> dict[Any, Old | New]:
+    ) -> Sources:
         """Return the entries of one container, joined from those of the lanes.
 
         The container of the caller is `own`, at this path of the call.
         """
-        joined: dict[Any, Old | New] = {}
+        joined: Sources = {}
         refused: dict[str, GatherError] = {}
         for key, first in of_lanes[0].items():
             if isinstance(first, Old):

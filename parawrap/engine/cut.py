@@ -65,6 +65,12 @@ _split_copies = torch.split_with_sizes_copy  # type: ignore[assignment]
 
 # A call, its plan, and its shards
 
+Columns = Sequence[Sequence[Any]]
+"""The parts of each leaf of a call, one per shard."""
+
+Dims = tuple[int | None, ...]
+"""The dim that each leaf is cut on; None if it goes whole to every lane."""
+
 
 class Shard(NamedTuple):
     """One lane's part of a call.
@@ -93,7 +99,7 @@ class ShardPlan:
 
     Attributes:
         spec: The structure.
-        dims: The dim that each leaf is cut on; None if it goes whole to every lane.
+        dims: The dim of each leaf.
         sizes: The row counts of the shards.
         hint: A warning if an option would cut the call better.
         rows: The row count of the call.
@@ -108,7 +114,7 @@ class ShardPlan:
         self,
         spec: TreeSpec,
         leaves: Sequence[Any],
-        dims: tuple[int | None, ...],
+        dims: Dims,
         sizes: tuple[int, ...],
         hint: str | None = None,
     ) -> None:
@@ -164,7 +170,7 @@ class ShardPlan:
     def place(
         self,
         flat: FlatCall,
-        columns: Sequence[Sequence[Any]],
+        columns: Columns,
         index: int,
         device: torch.device,
     ) -> Shard:
@@ -211,12 +217,12 @@ class ShardPlan:
         if dim is None or len(sizes) == 1:
             return (leaf,) * len(sizes)
         if isinstance(leaf, WholeLeaf):
-            parts = splitter_of(leaf.value).split(leaf.value, sizes)
+            value = leaf.value
+            parts = splitter_of(value).split(value, sizes)
             if len(parts) != len(sizes):
-                name = type(leaf.value).__name__
                 msg = (
-                    f"the split of {name} returned {len(parts)} parts for {len(sizes)} sizes, "
-                    f"{list(sizes)}"
+                    f"the split of {type(value).__name__} returned {len(parts)} parts for "
+                    f"{len(sizes)} sizes, {list(sizes)}"
                 )
                 raise ShardError(msg)
             return [WholeLeaf(part) for part in parts]
@@ -265,9 +271,7 @@ class ShardPlan:
             return None
         return Borrowed(call, self.containers, flat.leaves, loans, self._name)
 
-    def write_back(
-        self, flat: FlatCall, columns: Sequence[Sequence[Any]], loans: Sequence[Loan]
-    ) -> None:
+    def write_back(self, flat: FlatCall, columns: Columns, loans: Sequence[Loan]) -> None:
         """Write what lanes wrote into their copies of tensors into the caller's arguments.
 
         `columns` are the parts that `columns` returned. Parts that are views need nothing: the
@@ -289,7 +293,7 @@ class ShardPlan:
                 moved.part.copy_(moved.copied)
 
     def _write_back_with_graph(
-        self, flat: FlatCall, columns: Sequence[Sequence[Any]], loans: Sequence[Loan]
+        self, flat: FlatCall, columns: Columns, loans: Sequence[Loan]
     ) -> None:
         """Do the same while autograd records, when every part is a copy."""
         # A call of plain tensors has no loans
@@ -397,7 +401,7 @@ class Cutter:
         self.sizes = sizes
         self.unit = unit
         self._warns = warns
-        self._dims: dict[TreeSpec, tuple[int | None, ...]] = {}  # of each leaf
+        self._dims: dict[TreeSpec, Dims] = {}  # of each leaf
         self._plans: dict[tuple[Any, ...], ShardPlan] = {}
 
     def plan_of_tensors(self, args: tuple[Any, ...], lanes: int) -> ShardPlan | None:
@@ -453,8 +457,8 @@ class Cutter:
         leaves, spec = flatten((args, kwargs))
         extents = map(extent_of, leaves, self._dims_of(spec))
         rows = next((extent for extent in extents if extent >= 0), 0)
-        plan = ShardPlan(spec, leaves, (None,) * len(leaves), (rows,))
-        return plan, FlatCall(leaves, spec)
+        whole = (None,) * len(leaves)
+        return ShardPlan(spec, leaves, whole, (rows,)), FlatCall(leaves, spec)
 
     def rows(self, args: tuple[Any, ...]) -> int:
         """Return the row count of a call of tensors: that of the first with rows."""
@@ -464,11 +468,12 @@ class Cutter:
                 return extent
         return 0
 
-    def _make_plan(self, flat: FlatCall, dims: tuple[int | None, ...], lanes: int) -> ShardPlan:
+    def _make_plan(self, flat: FlatCall, dims: Dims, lanes: int) -> ShardPlan:
         """Return a new plan for a call, or refuse the call."""
         refuse_dims_out_of_range(self._declarations, flat, dims)
         rows = self._read_rows(flat, dims)
         is_cut = rows is not None and rows > 1 and lanes > 1
+        # torch.nn.DataParallel gives lists and objects whole to every lane
         is_strict = is_cut and not self.lists_are_shared
         refuse_unclear(self._declarations, flat, rows, is_cut=is_cut, is_strict=is_strict)
         if rows is None:
@@ -478,18 +483,16 @@ class Cutter:
             refuse_broken_units(flat, rows, self.unit)
         units = rows // self.unit
         sizes = tuple(self.unit * each for each in self.sizes(units, lanes))
-        # A cache without rows yet is cut into caches that will have the rows of their lanes
+        # A single row goes whole to every lane. A cache without rows yet is cut into caches that
+        # will have the rows of their lanes
         cut_extents = (rows, EMPTY) if rows != 1 else ()
         cut_dims: list[int | None] = []
         for dim, extent in zip(dims, flat.extents, strict=True):
             cut_dims.append(dim if extent in cut_extents else None)
-        hint = None
-        if self._warns:
-            balanced = sizes_of_block(self.unit, are_uneven=False)(units, lanes)
-            hint = hint_of_sizes(sizes, self.unit * balanced[0], lanes, self.dim)
+        hint = self._write_hint(sizes, units, lanes) if self._warns else None
         return ShardPlan(flat.spec, flat.leaves, tuple(cut_dims), sizes, hint)
 
-    def _read_rows(self, flat: FlatCall, dims: tuple[int | None, ...]) -> int | None:
+    def _read_rows(self, flat: FlatCall, dims: Dims) -> int | None:
         """Return the row count of a call; None if no leaf has rows."""
         counts = {extent for extent in flat.extents if extent >= 0}
         # One row next to more is the same for every row, as in torch's broadcasting
@@ -498,7 +501,13 @@ class Cutter:
             refuse_disagreement(self._declarations, flat, dims)
         return next(iter(several or counts), None)
 
-    def _dims_of(self, spec: TreeSpec) -> tuple[int | None, ...]:
+    def _write_hint(self, sizes: Sequence[int], units: int, lanes: int) -> str | None:
+        """Return a warning if a balanced cut has a much smaller first shard."""
+        balance = sizes_of_block(self.unit, are_uneven=False)
+        largest = self.unit * balance(units, lanes)[0]
+        return hint_of_sizes(sizes, largest, lanes, self.dim)
+
+    def _dims_of(self, spec: TreeSpec) -> Dims:
         """Return the dim of each leaf of the calls of one structure."""
         if not self.in_dims:
             return (self.dim,) * spec.num_leaves

@@ -83,7 +83,9 @@ class InDims:
         self, dim: int, in_dims: Mapping[str, InDim], parameters: Parameters | None, option: str
     ) -> None:
         self.dim = dim
-        self.in_dims: dict[str, Any] = {name: as_tree(entry) for name, entry in in_dims.items()}
+        # None stands for an argument without a known name, which has no entry
+        self.in_dims: dict[str | None, Any]
+        self.in_dims = {name: as_tree(entry) for name, entry in in_dims.items()}
         self.parameters = parameters
         self.option = option
 
@@ -92,15 +94,13 @@ class InDims:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with each sequence that is cut by item turned into one leaf."""
 
-        def mark(name: str, value: Any) -> Any:
+        def mark(name: str | None, value: Any) -> Any:
             return _mark_by_item(self.in_dims.get(name), value, [name])
 
         marked_kwargs = {name: mark(name, value) for name, value in kwargs.items()}
         marked_args = []
         for index, value in enumerate(args):
-            # A target without a known signature has no names, and no entry for the empty one.
-            name = self.name_at((0, index)) or ""
-            marked_args.append(mark(name, value))
+            marked_args.append(mark(self.name_at((0, index)), value))
         return tuple(marked_args), marked_kwargs
 
     def dim_at(self, path: Sequence[Any]) -> int | None:
@@ -112,7 +112,7 @@ class InDims:
 
     def find(self, path: Sequence[Any]) -> Any:
         """Return the entry for a path into (args, kwargs); UNDECLARED if there is none."""
-        entry = self.in_dims.get(self.name_at(path) or "", UNDECLARED)
+        entry = self.in_dims.get(self.name_at(path), UNDECLARED)
         for key in path[2:]:
             entry = entry_at(entry, key, UNDECLARED)
         # The path is above the leaves: their entries may differ, so there is none for it.
@@ -134,7 +134,7 @@ class InDims:
         The entries of the user stay. The entry is that of the whole argument where the keys of a
         path are not names.
         """
-        cure: dict[str, Any] = dict(self.in_dims)
+        cure: dict[Any, Any] = dict(self.in_dims)
         for path, entry in entries.items():
             below_argument = path[2:]
             if not all(isinstance(key, str) for key in below_argument):

@@ -189,20 +189,27 @@ class New(NamedTuple):
     value: Any
 
 
+Source = Old | New
+"""Where an entry of a container comes from."""
+
+Sources = dict[Any, Source]
+"""The sources of all entries, by key; those of a list by index."""
+
+
 class EntriesAfter(NamedTuple):
     """The entries of a container after the call.
 
     Attributes:
-        items: An `Old` or a `New` for each item by key, in order. The keys of a list are indices.
+        items: The sources of the items, in their order.
         removed: The keys of the items that forward has removed.
-        attributes: An `Old` or a `New` for each attribute.
+        attributes: The sources of the attributes.
         removed_attributes: The names of the attributes that forward has removed.
         length: The number of items before the call.
     """
 
-    items: dict[Any, Old | New]
+    items: Sources
     removed: Sequence[Any]
-    attributes: dict[str, Old | New]
+    attributes: Sources
     removed_attributes: Sequence[str]
     length: int
 
@@ -213,13 +220,12 @@ class EntriesAfter(NamedTuple):
 
     def replace_new(self, replace: Callable[[Any], Any]) -> EntriesAfter:
         """Return the same entries, with ``replace(value)`` for each new value."""
-        return self._replace(
-            items=_replace_new_sources(self.items, replace),
-            attributes=_replace_new_sources(self.attributes, replace),
-        )
+        items = _replace_new_sources(self.items, replace)
+        attributes = _replace_new_sources(self.attributes, replace)
+        return self._replace(items=items, attributes=attributes)
 
 
-def _have_same_sources(one: dict[Any, Old | New], other: dict[Any, Old | New]) -> bool:
+def _have_same_sources(one: Sources, other: Sources) -> bool:
     # A list of the keys: their order belongs to the container
     if [*one] != [*other]:
         return False
@@ -232,9 +238,7 @@ def _have_same_sources(one: dict[Any, Old | New], other: dict[Any, Old | New]) -
     return True
 
 
-def _replace_new_sources(
-    sources: dict[Any, Old | New], replace: Callable[[Any], Any]
-) -> dict[Any, Old | New]:
+def _replace_new_sources(sources: Sources, replace: Callable[[Any], Any]) -> Sources:
     replaced = dict(sources)
     for key, source in sources.items():
         if isinstance(source, New):
@@ -247,17 +251,18 @@ def read_entries(before: Contents) -> EntriesAfter | None:
     if before.is_unchanged():
         return None
     now = Contents.read(before.container)
-    items_before, items = before.items_by_key(), now.items_by_key()
+    old_items, items = before.items_by_key(), now.items_by_key()
+    old_attributes, attributes = before.attributes, now.attributes
     return EntriesAfter(
-        items=_find_sources(items, items_before),
-        removed=[key for key in items_before if key not in items],
-        attributes=_find_sources(now.attributes, before.attributes),
-        removed_attributes=[name for name in before.attributes if name not in now.attributes],
-        length=len(items_before),
+        items=_find_sources(items, old_items),
+        removed=[key for key in old_items if key not in items],
+        attributes=_find_sources(attributes, old_attributes),
+        removed_attributes=[name for name in old_attributes if name not in attributes],
+        length=len(old_items),
     )
 
 
-def _find_sources(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Old | New]:
+def _find_sources(now: dict[Any, Any], before: dict[Any, Any]) -> Sources:
     """Return where each entry comes from.
 
     A value that is still under its key comes from there, and a value that was under another key
@@ -268,7 +273,7 @@ def _find_sources(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Old 
         # Equal numbers and texts may be one object, and say nothing about where they come from
         if not is_plain_value(value):
             keys[id(value)] = key
-    found: dict[Any, Old | New] = {}
+    found: Sources = {}
     for key, value in now.items():
         if before.get(key, ABSENT) is value:
             found[key] = Old(key)
@@ -337,11 +342,11 @@ def _enter_attributes(container: Any, after: EntriesAfter) -> None:
             object.__setattr__(container, name, value)  # also of a frozen dataclass
 
 
-def _stays(source: Old | New, key: Any) -> bool:
+def _stays(source: Source, key: Any) -> bool:
     """True if the entry under a key is the one from before the call."""
     return isinstance(source, Old) and bool(source.key == key)
 
 
-def _value_of(source: Old | New, own: Any) -> Any:
+def _value_of(source: Source, own: Any) -> Any:
     """Return the value of an entry. Old ones are the caller's own."""
     return source.value if isinstance(source, New) else own[source.key]

@@ -19,8 +19,10 @@ import torch
 from parawrap._private_names import HOOK_TABLES
 from parawrap.tree import ABSENT, PLAIN, names_of_slots
 
-MOST_READS = 1000  # of what another thread changes, before Python's error is raised
-MOST_COPIES = 8
+# Reads of what another thread changes, before Python's error is raised. A thread that writes all
+# the time lets a read through long before; a guess that no test has contradicted
+MOST_READS = 1000
+MOST_COPIES = 8  # a guess that no test has contradicted
 """How often a model is copied at most because another thread changes it meanwhile.
 
 Then calls run plainly.
@@ -143,11 +145,13 @@ def has_rules_for_copies(cls: type) -> bool:
     """True if a class says itself how it is copied: it may return an object that exists."""
     if issubclass(cls, torch.nn.Module) or cls in ALWAYS_NEW:
         return False
+    if hasattr(cls, "__deepcopy__") or cls in copyreg.dispatch_table:
+        return True
+    # A `__new__` in Python is the class's own, and may return an object that exists
+    if isinstance(cls.__new__, types.FunctionType):
+        return True
     rules: tuple[Any, ...] = (cls.__reduce_ex__, cls.__reduce__)
-    is_default = rules == (object.__reduce_ex__, object.__reduce__) and not isinstance(
-        cls.__new__, types.FunctionType
-    )
-    return not is_default or hasattr(cls, "__deepcopy__") or cls in copyreg.dispatch_table
+    return rules != (object.__reduce_ex__, object.__reduce__)
 
 
 def has_own_rules(cls: type) -> bool:

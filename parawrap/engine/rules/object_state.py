@@ -25,8 +25,13 @@ FindRules = Callable[[object], Splitter | None]
 # A state ends at these: plain values hold nothing, code is no state, and the weights of a module
 # belong to the model.
 _NOT_SEARCHED = (
-    *(*PLAIN, range, type, torch.nn.Module),
-    *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
+    *PLAIN,
+    range,
+    type,
+    torch.nn.Module,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
 )
 # Values that cannot change. A lane may make an equal one, which then replaces nothing.
 _COMPARED_BY_VALUE = (*PLAIN, range, torch.Size, torch.dtype)
@@ -47,9 +52,7 @@ def make_sequence(like: Any, items: Iterable[Any]) -> Any:
         return tuple.__new__(kind, items)
     # A constructor of the user's class may take other arguments. `copy` goes around it.
     made = copy.copy(like)
-    base: Any = deque
-    if isinstance(like, list):
-        base = list
+    base: Any = list if isinstance(like, list) else deque
     base.clear(made)
     base.extend(made, items)
     return made
@@ -73,6 +76,7 @@ def list_state(value: object, find_rules: FindRules) -> list[Any]:
         if isinstance(each, _NOT_SEARCHED) or id(each) in seen:
             continue
         seen.add(id(each))
+        # The rules of the value itself may be what calls this function
         rules = None if each is value else find_rules(each)
         if rules is not None and rules.contents is not None:
             found += rules.contents(each)
