@@ -105,7 +105,7 @@ class ShardPlan:
         rows: The row count of the call.
         whole_tensors: The indices of the tensors that every lane gets whole.
         cut_tensors: The indices of the tensors that are cut into several parts.
-        objects: The indices of the values with rules of their own.
+        objects: The indices of the values with rules.
         unknown: The indices of objects of other classes.
         containers: The paths to the containers that forward may change.
     """

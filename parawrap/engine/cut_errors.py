@@ -184,7 +184,7 @@ def _say_multiples(leaves: Sequence[_LeafWithRows], batch: int) -> str:
 
 
 def refuse_attributes(declarations: InDims, flat: FlatCall, cut: Sequence[int]) -> None:
-    """Refuse cut tensors with attributes of their own, which their parts would not have."""
+    """Refuse cut tensors with attributes, which their parts would not have."""
     paths = flat.spec.paths()
     found: dict[Path, None] = {}
     names: dict[str, None] = {}  # a dict, since a set has another order in every process
@@ -260,7 +260,7 @@ def refuse_unclear(
     if is_strict:
         found += _find_sequences(declarations, flat, rows or 0, flat.spec)
     if any(extent <= OBJECT for extent in flat.extents):
-        # An object inside a list that is named already needs no entry of its own.
+        # An object inside a list that is named already needs no second entry.
         lists = [each.path for each in found]
         for each in _find_objects(flat, rows, is_cut=is_cut, is_strict=is_strict):
             is_in_list = any(each.path[: len(outer)] == outer for outer in lists)

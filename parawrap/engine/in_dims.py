@@ -174,7 +174,7 @@ def _mark_parts(in_dims: Any, value: Any, place: list[Any]) -> Any:
 
     Keys that it does not have are refused.
     """
-    # Only the container itself is opened: its parts have entries of their own.
+    # Only the container itself is opened: each part has its entry.
     parts, spec = flatten(value, lambda node: node is not value)
     keys = spec.entries()
     if isinstance(in_dims, tuple) and len(in_dims) != len(keys):

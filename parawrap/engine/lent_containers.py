@@ -108,7 +108,7 @@ def _flatten_once(value: Any) -> tuple[list[Any], TreeSpec]:
 
 
 class Contents(NamedTuple):
-    """A container, with what it held at one moment.
+    """A container and the objects in it at one moment.
 
     Attributes:
         container: The container itself.

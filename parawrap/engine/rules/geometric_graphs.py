@@ -252,7 +252,7 @@ def _is_per_node(part: Any, store: Any, name: str) -> bool:
     nodes = int(store.ptr[-1])
     if value.size(0) != nodes:
         return False
-    # Names such as "cluster_index" tell PyTorch Geometric to add the number of earlier nodes.
+    # PyTorch Geometric adds the number of earlier nodes to names such as "cluster_index".
     increment = part.__inc__(name, value, store)
     if not isinstance(increment, int) or increment != 0:
         return False

@@ -22,7 +22,7 @@ from parawrap.tree import ABSENT, PLAIN, names_of_slots
 FindRules = Callable[[object], Splitter | None]
 """Returns the rules of a value; None if its class has no rules of its own."""
 
-# A state ends at these: plain values hold nothing, code is no state, and the weights of a module
+# A state ends at these: plain values hold nothing, code cannot change, and the weights of a module
 # belong to the model.
 _NOT_SEARCHED = (
     *PLAIN,
@@ -90,8 +90,10 @@ def list_state(value: object, find_rules: FindRules) -> list[Any]:
 
 def mark_version(tensor: torch.Tensor) -> str | None:
     """Return a text that changes with each write in place; None for an inference tensor."""
+    if tensor.is_inference():
+        return None
     # Equal interned texts are one object while a list holds one of them, so `is` compares them.
-    return None if tensor.is_inference() else sys.intern(f"version {version_of(tensor)}")
+    return sys.intern(f"version {version_of(tensor)}")
 
 
 def _stored_items(value: Any) -> Iterator[Any]:
@@ -226,9 +228,9 @@ def _put_dict(old: dict[Any, Any], new: dict[Any, Any], base: Any, find_rules: F
     """Give a dict the entries and the order of another one."""
     if old is new:
         return
-    entries = {
-        key: _merge(dict.get(old, key, ABSENT), entry, find_rules) for key, entry in dict.items(new)
-    }
+    entries: dict[Any, Any] = {}
+    for key, entry in dict.items(new):
+        entries[key] = _merge(dict.get(old, key, ABSENT), entry, find_rules)
     base.clear(old)
     for key, entry in entries.items():
         base.__setitem__(old, key, entry)

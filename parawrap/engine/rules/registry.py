@@ -91,8 +91,9 @@ def place_leaf(leaf: WholeLeaf, device: torch.device) -> Any:
     """Return the value of a leaf that is kept whole, with its tensors on `device`."""
     value, rules = leaf.value, splitter_of(leaf.value)
     places = {tensor.device for tensor in tensors_in(value)}
-    # An empty cache has no tensors, and layers on another device still need a cache of their own
-    if places == {device} or not (places or rules.may_be_empty):
+    # A cache without tensors is copied: its layers create tensors on the device that they note
+    has_nothing_to_move = not places and not rules.may_be_empty
+    if places == {device} or has_nothing_to_move:
         return value
     # The copy may run on another stream than the work that made the tensors.
     record_use([leaf])
@@ -109,9 +110,8 @@ def join_parts(parts: Sequence[Any]) -> Any:
     """
     kinds = {type(part) for part in parts}
     if len(kinds) > 1:
-        refuse_to_join(
-            parts[0], f"they are {' and '.join(sorted(kind.__name__ for kind in kinds))}"
-        )
+        names = sorted(kind.__name__ for kind in kinds)
+        refuse_to_join(parts[0], f"they are {' and '.join(names)}")
     try:
         return splitter_of(parts[0]).join(parts)
     except ShardError as error:  # a built-in rule does not know the layout of the parts
@@ -138,7 +138,9 @@ def contents_of(value: Any) -> list[Any]:
     seen, except in caches, where such a tensor always counts as written.
     """
     rules = splitter_of(value)
-    return list_state(value, find_rules) if rules.contents is None else rules.contents(value)
+    if rules.contents is not None:
+        return rules.contents(value)
+    return list_state(value, find_rules)
 
 
 def update_argument(value: Any, joined: Any) -> None:
@@ -185,10 +187,13 @@ _HOLDERS = (list, tuple, deque)
 
 
 def _split_sequence(value: Any, sizes: Sequence[int]) -> list[Any]:
-    if isinstance(value, deque):  # which cannot be sliced
-        parts = [itertools.islice(value, start, end) for start, end in spans(sizes)]
-        return [make_sequence(value, part) for part in parts]
-    return [value[start:end] for start, end in spans(sizes)]  # a subclass may return a plain list
+    parts: list[Any] = []
+    for start, end in spans(sizes):
+        if isinstance(value, deque):  # which cannot be sliced
+            parts.append(make_sequence(value, itertools.islice(value, start, end)))
+        else:
+            parts.append(value[start:end])  # a subclass may return a plain list
+    return parts
 
 
 def _join_sequences(parts: Sequence[Any]) -> Any:
@@ -204,7 +209,10 @@ def _update_sequence(value: Any, joined: Any) -> None:
 
 
 def _sequence_to(value: Any, device: torch.device) -> Any:
-    moved = [item.to(device) if isinstance(item, torch.Tensor) else item for item in value]
+    moved: list[Any] = []
+    for item in value:
+        is_tensor = isinstance(item, torch.Tensor)
+        moved.append(item.to(device) if is_tensor else item)
     return make_sequence(value, moved)
 
 

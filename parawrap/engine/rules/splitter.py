@@ -59,6 +59,8 @@ def spans(sizes: Iterable[int]) -> Iterable[tuple[int, int]]:
     return itertools.pairwise(itertools.accumulate(sizes, initial=0))
 
 
-def same(one: Any, other: Any) -> bool:
+def are_equal(one: Any, other: Any) -> bool:
     """True if two values are equal, element by element for tensors."""
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)

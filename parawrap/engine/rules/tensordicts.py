@@ -14,10 +14,10 @@ import torch
 from parawrap.engine.rules.object_state import is_unchanged, mark_version
 from parawrap.engine.rules.splitter import (
     Splitter,
+    are_equal,
     refuse_split,
     refuse_to_join,
     refuse_update,
-    same,
 )
 
 # Entries with one value for all rows. `torch.cat` takes that of the first part.
@@ -62,7 +62,7 @@ def _split_tensordict(value: Any, sizes: Sequence[int]) -> list[Any]:
 
 def _join_tensordicts(parts: Sequence[Any]) -> Any:
     for name, values in _entries_without_rows(parts):
-        if not all(same(values[0], value) for value in values):
+        if not all(are_equal(values[0], value) for value in values):
             refuse_to_join(parts[0], f"{name} has no rows, and its values differ")
     try:
         joined: Any = torch.cat(list(parts), 0)
@@ -78,10 +78,9 @@ def _entries_without_rows(parts: Sequence[Any]) -> Iterator[tuple[str, list[Any]
     """Yield the entries that `torch.cat` takes from the first part without reading the others."""
     first = parts[0]
     if _is_lazy_stack(first):
-        # On dim 0, each row has its own entries.
-        stacks = []
-        if first.stack_dim:
-            stacks = [part.tensordicts for part in parts]
+        if first.stack_dim == 0:  # each row has its own entries
+            return
+        stacks = [part.tensordicts for part in parts]
         for inner in zip(*stacks, strict=True):
             yield from _entries_without_rows(inner)
         return
@@ -154,8 +153,8 @@ def _put_entries(old: Any, new: Any) -> None:
         old.del_(name)
     for name in new.keys():  # noqa: SIM118 -- iteration over a TensorDict yields rows
         before, after = old.get(name, None), new.get(name)
-        is_alike = type(before) is type(after) and _is_nested(after)
-        if is_alike and before.batch_size == after.batch_size:
+        are_nested = type(before) is type(after) and _is_nested(after)
+        if are_nested and before.batch_size == after.batch_size:
             _update_tensordict(before, after)  # which stays the caller's object
         elif not is_unchanged(before, after):
             old.set(name, after)

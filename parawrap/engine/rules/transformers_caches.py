@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from parawrap.engine.rules.object_state import list_state
-from parawrap.engine.rules.splitter import Splitter, refuse_split, refuse_to_join, same, spans
+from parawrap.engine.rules.splitter import Splitter, are_equal, refuse_split, refuse_to_join, spans
 
 Change = Callable[[Any, str, list[Any]], Any]
 """Makes one attribute from the values that caches have: of its owner, by name."""
@@ -39,9 +39,8 @@ _SETTINGS = (type(None), bool, int, float, str, type, torch.dtype, torch.device)
 def is_cache(value: object) -> bool:
     """True for a cache of transformers, also of a class without rules."""
     cls = type(value)
-    return cache_rules(cls) is not None or (
-        cls.__module__.startswith("transformers.") and "Cache" in cls.__name__
-    )
+    is_from_transformers = cls.__module__.startswith("transformers.")
+    return cache_rules(cls) is not None or (is_from_transformers and "Cache" in cls.__name__)
 
 
 def cache_rules(cls: type) -> Splitter | None:
@@ -75,8 +74,11 @@ def _refuse_to_cut(state: object, why: str) -> NoReturn:
 
 def _split_cache(cache: Any, sizes: Sequence[int]) -> list[Any]:
     """Return one cache per size. An empty cache gives empty caches."""
-    cuts = [partial(_cut, start, end - start) for start, end in spans(sizes)]
-    return [_rebuild(cut, cache, "", [cache]) for cut in cuts]
+    parts: list[Any] = []
+    for start, end in spans(sizes):
+        cut = partial(_cut, start, end - start)
+        parts.append(_rebuild(cut, cache, "", [cache]))
+    return parts
 
 
 def _join_caches(parts: Sequence[Any]) -> Any:
@@ -254,7 +256,7 @@ def _join_values(owner: Any, name: str, values: list[Any]) -> Any:
     if name == "batch_size" and isinstance(first, int):
         return sum(values)
     if dims == {None}:
-        if not all(same(first, value) for value in values):
+        if not all(are_equal(first, value) for value in values):
             shown = " and ".join(map(str, values))
             refuse_to_join(owner, f"{name} is {shown}")
         return first
