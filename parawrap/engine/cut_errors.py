@@ -258,7 +258,7 @@ def refuse_unclear(
     """
     found: list[_Unclear] = []
     if is_strict:
-        found += _find_sequences(declarations, flat, rows or 0, flat.spec)
+        found += _find_sequences(declarations, flat.spec, flat.extents, rows or 0)
     if any(extent <= OBJECT for extent in flat.extents):
         # An object inside a list that is named already needs no second entry.
         lists = [each.path for each in found]
@@ -319,36 +319,37 @@ def _find_objects(
 
 def _find_sequences(
     declarations: InDims,
-    flat: FlatCall,
-    rows: int,
     node: TreeSpec,
+    extents: Sequence[int],
+    rows: int,
     path: Path = (),
-    start: int = 0,
 ) -> Iterator[_Unclear]:
     """Yield lists and tuples without rows that are as long as the batch, and deques.
 
     A list may have one item per row or be one value for all rows. Each lane would get a copy of a
-    deque. `node` is at this path, and its first leaf has the index `start`.
+    deque. `node` is at this path, and its leaves have these extents.
     """
-    kinds = flat.extents[start : start + node.num_leaves]
     kind, items = node.type, node.num_children
     is_argument = len(path) >= 2  # or inside one
     is_long = kind is deque or (kind in (list, tuple) and items == rows)
     # A tensor of one row would go whole to every lane.
-    has_rows = any(extent >= 0 and extent != 1 for extent in kinds)
+    has_rows = any(extent >= 0 and extent != 1 for extent in extents)
     is_unclear = is_argument and is_long and not has_rows
     if kind is not None and is_unclear and declarations.find(path) is UNDECLARED:
         place = address_in_call(path)
-        has = "with tensors of one row" if 1 in kinds else "without a tensor"
+        has = "with tensors of one row" if 1 in extents else "without a tensor"
         says = (
             f"{place} is a {kind.__name__} of {items} items {has}, "
             f"and the batch has {rows} rows: it may have one item per row or be one value for all "
             "rows"
         )
         yield _Unclear(path, says, may_be_items=True)
+    start = 0
     for entry, child in zip(node.entries(), node.children(), strict=True):
-        yield from _find_sequences(declarations, flat, rows, child, (*path, entry), start)
-        start += child.num_leaves
+        end = start + child.num_leaves
+        below = extents[start:end]
+        yield from _find_sequences(declarations, child, below, rows, (*path, entry))
+        start = end
 
 
 def _join_places(paths: Iterable[Path]) -> str:
