@@ -242,6 +242,8 @@ class Borrowed:
         self._name = name
         # By the path of a container, or the index of a leaf
         self._marks: dict[Path | int, ReturnedArgument] = {}
+        # These paths and indices for each lane, by the ids of its copies
+        self._arguments: dict[int, dict[int, Path | int]] = {}
         # The places in the output of the containers that it returns
         self._places_in_output: dict[Path, Path] = {}
         # New values, by the ids of those of the lanes
@@ -281,6 +283,7 @@ class Borrowed:
 
     def enter(self) -> None:
         """Bring what forward did to the caller's own objects."""
+        # An interrupt between two of them leaves the rest as it was, as in the plain call
         for container, after in self._changed_containers:
             enter_entries(container, after)
         for value, joined in self._changed_objects:
@@ -290,18 +293,21 @@ class Borrowed:
 
     def mark_returned(self, output: Any, lane: int) -> Any:
         """Return an output with marks in the places of the lane's copies of arguments."""
-        loan = self._loans[lane]
-        arguments: dict[int, Path | int] = {}
-        for path, before in zip(self._paths, loan.containers, strict=True):
-            arguments[id(before.container)] = path
-        # Numbers and texts are left out: lanes make equal ones, which may be the same object
-        for index, leaf in enumerate(loan.leaves):
-            if isinstance(leaf, torch.Tensor) or index in loan.objects:
-                arguments[id(leaf)] = index
+        arguments = self._arguments.get(lane)
+        if arguments is None:
+            # Once per lane, since each new entry of a container is marked too
+            arguments = self._arguments[lane] = {}
+            loan = self._loans[lane]
+            for path, before in zip(self._paths, loan.containers, strict=True):
+                arguments[id(before.container)] = path
+            # Numbers and texts are left out: lanes make equal ones, which may be the same object
+            for index, leaf in enumerate(loan.leaves):
+                if isinstance(leaf, torch.Tensor) or index in loan.objects:
+                    arguments[id(leaf)] = index
 
         def find_mark(node: Any) -> ReturnedArgument | None:
-            argument = arguments.get(id(node))
-            return None if argument is None else self._mark(argument)
+            place = arguments.get(id(node))
+            return None if place is None else self._mark(place)
 
         return replace_parts(output, find_mark)
 
@@ -360,6 +366,7 @@ class Borrowed:
 
     def _refuse_shared(self) -> None:
         """Refuse changes of objects that all lanes use."""
+        # All lanes have the same objects, so the first lane stands for them
         loan = self._loans[0]
         for index, before in loan.shared.items():
             value = loan.leaves[index]
@@ -479,7 +486,7 @@ class Borrowed:
 
         Joined tensors are new ones in any case.
         """
-        # Built-in rules compare entries themselves
+        # Rules with an `update` compare the entries themselves
         if splitter_of(value).update is not None:
             return
         own = read_attributes(value)

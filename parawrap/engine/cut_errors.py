@@ -106,6 +106,7 @@ def _find_leaves_with_rows(flat: FlatCall, dims: Sequence[int | None]) -> list[_
 
 def _guess_batch(leaves: Sequence[_LeafWithRows]) -> int:
     """Return the row count of most arguments that are tensors; without such, of most leaves."""
+    # The tensors in one container often outnumber the batch: a dict of parameters
     of_arguments = [leaf.rows for leaf in leaves if leaf.path == leaf.argument]
     of_leaves = [leaf.rows for leaf in leaves]
     ((batch, _),) = Counter(of_arguments or of_leaves).most_common(1)
@@ -122,6 +123,7 @@ def _say_other_dims(
     whole: dict[Path, str | int | None] = dict.fromkeys(of_part)
     by_dim: dict[Path, int] = {}
     for part, leaves in of_part.items():
+        # All leaves of the value must have the size on one and the same dim
         dims_of_leaves = [_dims_of_size(each.leaf, batch) for each in leaves]
         dims = set().union(*dims_of_leaves)
         if all(dims_of_leaves) and len(dims) == 1:

@@ -28,7 +28,10 @@ from parawrap.tree import WholeLeaf, flatten
 
 
 class SentBack:
-    """The mark of an argument in values that travel: the kind of argument, and its number."""
+    """The mark of an argument in values that travel: the kind of argument, and its number.
+
+    Both processes number the arguments of each kind in the order of the flattened call.
+    """
 
     __slots__ = ("kind", "number")
 
@@ -80,6 +83,7 @@ def mark_arguments(output: Any, loan: Loan) -> Any:
 def _find_marks(loan: Loan) -> Callable[[Any], SentBack | None]:
     """Return a function from an argument of the lane to its mark."""
     marks: dict[int, SentBack] = {}
+    # Numbers and texts are left out: equal ones may be one object, and travel as they are
     for number, leaf in enumerate(loan.leaves):
         if isinstance(leaf, torch.Tensor):
             marks[id(leaf)] = SentBack("leaf", number)
