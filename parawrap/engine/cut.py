@@ -186,13 +186,15 @@ class ShardPlan:
             if id(part) not in moved:
                 moved[id(part)] = _move(part, device)
             leaves.append(moved[id(part)])
+        call = unflatten(flat.spec, leaves)
+
         origins: dict[int, Any] = {}
         for placed, own, dim in zip(leaves, flat.leaves, self.dims, strict=True):
             if isinstance(own, WholeLeaf):
                 origins[id(placed)] = own.value
             elif dim is None and isinstance(own, torch.Tensor):
                 origins[id(placed)] = own
-        call = unflatten(flat.spec, leaves)
+
         copied: Sequence[int] = ()
         shared: Sequence[int] = ()
         if self.objects or self.unknown:
@@ -202,6 +204,7 @@ class ShardPlan:
             if len(self.sizes) > 1:
                 others = (*self.objects, *self.unknown)
                 shared = [at for at in others if at not in copied]
+
         loan = lend(call, self.containers, leaves, parts, copied, shared)
         args, kwargs = call
         return Shard(args, kwargs, self.sizes[index], leaves, origins, loan)
@@ -308,20 +311,9 @@ class ShardPlan:
                 continue
             done.add(id(parts))
             now = self._read_written(index, parts, by_lane)
-            if now is None:
-                continue
-            self._refuse_whole(index)
-            # Autograd records the write if it recorded one of the lanes' writes
-            nodes = [part.grad_fn for part in now if part.grad_fn is not None]
-            is_recorded = any(not node.name().startswith(_COPIES) for node in nodes)
-            record_use(now)
-            with torch.set_grad_enabled(is_recorded):
-                at_home = [transfer(part, argument.device) for part in now]
-                dim = self.dims[index] or 0
-                joined = torch.cat(at_home, dim) if len(at_home) > 1 else at_home[0]
-                if joined.shape != argument.shape:
-                    self._refuse_new_shape(index)
-                argument.copy_(joined)
+            if now is not None:
+                self._refuse_whole(index)
+                self._write_parts(index, argument, now)
 
     def _read_written(
         self, index: int, parts: Sequence[torch.Tensor], by_lane: Sequence[dict[int, Moved]]
@@ -342,7 +334,23 @@ class ShardPlan:
             is_written = is_written or is_part_written
         return now if is_written else None
 
+    def _write_parts(
+        self, index: int, argument: torch.Tensor, parts: Sequence[torch.Tensor]
+    ) -> None:
+        """Write parts into an argument. Autograd records it if it recorded a write of a lane."""
+        nodes = [part.grad_fn for part in parts if part.grad_fn is not None]
+        is_recorded = any(not node.name().startswith(_COPIES) for node in nodes)
+        record_use(parts)
+        with torch.set_grad_enabled(is_recorded):
+            at_home = [transfer(part, argument.device) for part in parts]
+            dim = self.dims[index] or 0
+            joined = torch.cat(at_home, dim) if len(at_home) > 1 else at_home[0]
+            if joined.shape != argument.shape:
+                self._refuse_new_shape(index)
+            argument.copy_(joined)
+
     def _refuse_whole(self, index: int) -> None:
+        """Refuse a write into a tensor that every lane has whole. A single lane may write it."""
         if self.dims[index] is None and len(self.sizes) > 1:
             raise ShardError(WRITTEN_WHOLE)
 
