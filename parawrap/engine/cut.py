@@ -403,13 +403,14 @@ class Cutter:
     ) -> None:
         option = "a parallel block with in_dims" if lists_are_shared else "in_dims"
         self._declarations = InDims(dim, in_dims or {}, parameters, option)
-        self.dim = dim
-        self.in_dims = self._declarations.in_dims
-        self.lists_are_shared = lists_are_shared
-        self.sizes = sizes
-        self.unit = unit
+        self._dim = dim
+        self._in_dims = self._declarations.in_dims
+        self._lists_are_shared = lists_are_shared
+        self._sizes = sizes
+        self._unit = unit
         self._warns = warns
-        self._dims: dict[TreeSpec, Dims] = {}  # of each leaf
+        self._dims: dict[TreeSpec, Dims] = {}
+        # By the shapes of plain tensors, or by structure, extents, and classes of leaves
         self._plans: dict[tuple[Any, ...], ShardPlan] = {}
 
     def plan_of_tensors(self, args: tuple[Any, ...], lanes: int) -> ShardPlan | None:
@@ -417,7 +418,7 @@ class Cutter:
 
         The shapes alone are the key: such a call is not taken apart again.
         """
-        if not args or self.in_dims or not TENSOR.issuperset(map(type, args)):
+        if not args or self._in_dims or not TENSOR.issuperset(map(type, args)):
             return None
         if not all(map(_on_cpu, args)) or any(map(_attributes_of, args)):
             return None
@@ -433,7 +434,7 @@ class Cutter:
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCall:
         """Take a call apart."""
-        if self.in_dims:
+        if self._in_dims:
             args, kwargs = self._declarations.mark_items(args, kwargs)
         leaves, spec = flatten((args, kwargs))
         extents = tuple(map(extent_of, leaves, self._dims_of(spec)))
@@ -453,7 +454,7 @@ class Cutter:
             if OBJECT not in flat.extents:  # another object of that class may be refused
                 _keep(self._plans, key, plan)
         cut = [flat.leaves[index] for index in plan.cut_tensors]
-        if any(map(_attributes_of, cut)) and not self.lists_are_shared:
+        if any(map(_attributes_of, cut)) and not self._lists_are_shared:
             refuse_attributes(self._declarations, flat, plan.cut_tensors)
         return plan
 
@@ -482,15 +483,15 @@ class Cutter:
         rows = self._read_rows(flat, dims)
         is_cut = rows is not None and rows > 1 and lanes > 1
         # torch.nn.DataParallel gives lists and objects whole to every lane
-        is_strict = is_cut and not self.lists_are_shared
+        is_strict = is_cut and not self._lists_are_shared
         refuse_unclear(self._declarations, flat, rows, is_cut=is_cut, is_strict=is_strict)
         if rows is None:
             whole = (None,) * len(flat.leaves)
             return ShardPlan(flat.spec, flat.leaves, whole, (0,))
-        if rows % self.unit:
-            refuse_broken_units(flat, rows, self.unit)
-        units = rows // self.unit
-        sizes = tuple(self.unit * each for each in self.sizes(units, lanes))
+        if rows % self._unit:
+            refuse_broken_units(flat, rows, self._unit)
+        units = rows // self._unit
+        sizes = tuple(self._unit * each for each in self._sizes(units, lanes))
         # A single row goes whole to every lane. A cache without rows yet is cut into caches that
         # will have the rows of their lanes
         cut_extents = (rows, EMPTY) if rows != 1 else ()
@@ -511,14 +512,14 @@ class Cutter:
 
     def _write_hint(self, sizes: Sequence[int], units: int, lanes: int) -> str | None:
         """Return a warning if a balanced cut has a much smaller first shard."""
-        balance = sizes_of_block(self.unit, are_uneven=False)
-        largest = self.unit * balance(units, lanes)[0]
-        return hint_of_sizes(sizes, largest, lanes, self.dim)
+        balance = sizes_of_block(self._unit, are_uneven=False)
+        largest = self._unit * balance(units, lanes)[0]
+        return hint_of_sizes(sizes, largest, lanes, self._dim)
 
     def _dims_of(self, spec: TreeSpec) -> Dims:
         """Return the dim of each leaf of the calls of one structure."""
-        if not self.in_dims:
-            return (self.dim,) * spec.num_leaves
+        if not self._in_dims:
+            return (self._dim,) * spec.num_leaves
         dims = self._dims.get(spec)
         if dims is None:
             dims = tuple(map(self._declarations.dim_at, spec.paths()))

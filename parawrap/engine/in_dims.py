@@ -61,12 +61,16 @@ class Parameters:
 
     def takes(self, name: str) -> bool:
         """True if the target has a parameter of that name, or takes any keyword."""
-        is_keyword = self._keywords is None or name in self._keywords
-        return is_keyword and name != self._all_keywords
+        # The name of **kwargs is no argument: each of its keywords has a name
+        if name == self._all_keywords:
+            return False
+        return self._keywords is None or name in self._keywords
 
     def at(self, position: int) -> str | None:
         """Return the name of a positional argument; None if the signature is not known."""
-        return self._positional[position] if position < len(self._positional) else self._rest
+        if position < len(self._positional):
+            return self._positional[position]
+        return self._rest
 
     def __str__(self) -> str:
         rest = [f"*{self._rest}"] if self._rest else []
