@@ -66,6 +66,7 @@ def read_changes(loan: Loan) -> Changes | None:
         after = read_entries(before)
         # A new entry may be an argument too, or hold one
         containers.append(None if after is None else after.replace_new(mark))
+    # A changed object travels whole: the rules of its class merge it into the caller's own
     objects: list[Any] = []
     for index, held in loan.objects.items():
         part = loan.leaves[index]
