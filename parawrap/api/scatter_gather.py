@@ -13,7 +13,7 @@ import torch
 
 from parawrap._public import public
 from parawrap.backends import DeviceLike, device_of, resolve_device, warn_caller
-from parawrap.engine.call import apply_tasks
+from parawrap.engine.apply import apply_tasks
 from parawrap.engine.cut import Cutter
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules

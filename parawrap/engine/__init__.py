@@ -36,7 +36,7 @@ after another. Whole calls (`map`, `submit`) and calls in workers take them too:
   counters, and which warnings it has given.
 - The caller's containers are written after all joins, so a refused call leaves dicts and lists of
   its arguments alone.
-- Of several lanes that fail, the first one's error is raised (`raise_first_failure` in `call.py`).
+- Of several lanes that fail, the first one's error is raised (`raise_first_failure` in `apply.py`).
 - `tests/engine/test_entries.py` limits the number of functions that a warm call enters.
 
 Without `out_dims`, the sizes of the shards are never all equal (`uneven_sizes` in
@@ -76,14 +76,16 @@ Two flags that two threads write and read crosswise are written and read under o
 
 file                | contents                             | tests
 ------------------- | ------------------------------------ | ---------------------------------------
+apply.py            | run tasks in lanes; the error of     | api/parallel/test_errors.py
+                    | several lanes                        | api/test_scatter_gather.py
 batched_copies.py   | send many tensors to another device  | devices/test_cost_of_copies.py
                     | in few copies                        | devices/test_replica_set.py
 borrowed.py         | changes of arguments: noted for each | api/parallel/test_borrowed_arguments.py
                     | lane, joined, entered into the       | api/parallel/test_cut_and_join.py
                     | caller's objects                     |
-call.py             | a cut call, whole: `Stub`, `Calls`;  | api/parallel/test_answers.py
-                    | plain calls, turns, the error of     | api/parallel/test_errors.py
-                    | several lanes                        | devices/test_turns.py
+call.py             | a cut call, from its stub to its     | api/parallel/test_answers.py
+                    | output; plain calls, turns           | api/parallel/test_concurrency.py
+                    |                                      | devices/test_turns.py
 called_code.py      | `find_writes`: code that forward     | api/parallel/test_shared_by_lanes.py
                     | leads to; writes of weights,         | api/parallel/test_modes.py
                     | globals, generators                  |
@@ -140,6 +142,9 @@ parameter_copies.py | copies of parameters on other        | devices/test_parame
                     | back                                 |
 patch.py            | replace methods of a module while a  | api/parallel/test_same_object.py
                     | block is open                        |
+placed_call.py      | calls with other arguments than      | api/parallel/test_joining.py
+                    | tensors on the CPU: the shards that  | api/parallel/test_handed_over.py
+                    | lanes place, and the way back        | devices/test_parallel.py
 places.py           | containers of a model: where they    | api/parallel/test_freshness.py
                     | are, how they are read and written   |
 replica.py          | one replica: how an object of any    | api/parallel/test_shared_by_lanes.py

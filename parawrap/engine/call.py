@@ -1,23 +1,32 @@
-"""A call, whole: all that a warm call runs, besides the plan, the look at the model, and the lanes.
+"""A cut call, from the stub that takes it to the output that the caller gets.
 
-The plan is in `cut.py`, the look in `model_state.py`.
+Read it in this order; each function names the steps of the package's docstring that it takes::
 
-::
+    Stub.__call__           find the calls of the block that the stub belongs to
+    Calls.call              plain?, plan, current?
+      must_run_plainly      plain?
+      Calls._plan           plan: look it up (`cut.py`)
+    Calls._call_in_lanes    scatter, apply, gather, settle
+      Calls._decide_turns   which parts run one after another
+      Lanes.run             apply (`lanes.py`)
+      Calls._cat_rows       gather rows of one tensor, the usual output
 
-    Stub ──► Calls.call ──► plan, current?, scatter ──► Lanes.run ──► gather, settle
+A call of tensors on the CPU, as most are, enters no other function of this file. Any other call
+gets a `PlacedCall` (`placed_call.py`) for scatter and gather. The first call of a plan, and the
+first after a change of the model, has a `Probe`.
 
-From the top: the stub that takes the call, and the calls of one target.
+This path runs on every call, so it enters few functions. It has maps where a comprehension would
+read better: up to Python 3.11, each comprehension enters a function.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, cycle
+from itertools import cycle
 from operator import attrgetter, is_, itemgetter
 from os import getpid
 from typing import Any, NamedTuple
@@ -38,24 +47,25 @@ from parawrap._private_names import (
     tracing_state,
     version_of,
 )
-from parawrap.backends import Backend, device_of, record_use, warn_caller
-from parawrap.engine.borrowed import WRITTEN_WHOLE, Borrowed, rules_of_entries
+from parawrap.backends import Backend, device_of, warn_caller
+from parawrap.engine.apply import apply_tasks, note_fixed_devices, raise_first_failure
+from parawrap.engine.borrowed import WRITTEN_WHOLE
 from parawrap.engine.called_code import draws_from_generator
-from parawrap.engine.cut import Cutter, Shard, ShardPlan
+from parawrap.engine.cut import Cutter, ShardPlan
 from parawrap.engine.device_streams import Moment, moments_of
 from parawrap.engine.flat_call import FlatCall
 from parawrap.engine.hand_over import hand_over
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
-from parawrap.engine.lanes import Lanes, here, without_autocast
-from parawrap.engine.lent_containers import Path
-from parawrap.engine.replica import Replica
+from parawrap.engine.lanes import Lanes, here
+from parawrap.engine.placed_call import PlacedCall
 from parawrap.engine.replicas import CopiesOfParts, CopyOptions, Replicas
 from parawrap.engine.trace import Recorder, record_call
-from parawrap.errors import ShardError, add_note
+from parawrap.errors import ShardError
 from parawrap.tree import TENSOR, TENSORS, WholeLeaf, flatten
 
 _MOST_PROBED = 1024  # plans; as many as a cutter keeps
+# As plain C functions, which a map calls without a function of Python
 _requires_grad = attrgetter("requires_grad")
 _device_of = attrgetter("device")
 _target_of = attrgetter("target")
@@ -68,11 +78,12 @@ _TURNS = (
 )
 
 
-NOWHERE: Any = (lambda: None, None)
-"""The route of a stub before a block opens and after it has ended: the stub calls plainly.
+def _find_no_calls() -> None:
+    """Stand for a weak reference whose object is gone, so a stub checks for None alone."""
 
-The lambda stands for a weak reference whose object is gone, so a stub checks for None alone.
-"""
+
+NOWHERE: Any = (_find_no_calls, None)
+"""The route of a stub before a block opens and after it has ended: the stub calls plainly."""
 
 
 class Stub(wrapt.CallableObjectProxy[Callable[..., Any]]):
@@ -91,14 +102,16 @@ class Stub(wrapt.CallableObjectProxy[Callable[..., Any]]):
         super().__init__(plain)
         self._self_name = name
         self._self_under = under
+        # One tuple, so that another thread reads both or neither
         self._self_route: tuple[Callable[[], Any], Entry] = NOWHERE
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        find, entry = self._self_route
-        calls = find()
+        find_calls, entry = self._self_route
+        calls = find_calls()
         # Under a compiler, the call becomes part of the graph, and runs plainly
         if calls is None or torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
+        # Past the view of the module's ``__dict__``, which hides the stubs (`patch.py`)
         top = dict.get(calls.target.__dict__, entry.method)
         if top is not self and not self._is_below(top):
             # Somebody has put a wrapper over the stub, and the wrapper has called it. Replicas
@@ -181,7 +194,9 @@ class Calls:
         self.runs_whole_calls = False  # True from the first stream or submitted call on
         # Of this build of torch, whatever the machine
         self._has_only_cpu = torch.accelerator.current_accelerator() is None
-        self._lock = threading.RLock()  # cut calls of several threads wait for each other
+        # Held by each cut call: a replica runs one call at a time. It protects the replicas and
+        # the counters of cut calls. Reentrant: `refresh` and `apply` take it inside a call
+        self._lock = threading.RLock()
         self._counting = threading.Lock()  # of `plain_calls`; never held while user code runs
         # Flags of warnings: two threads at the same time may give one twice
         self._warns_of_turns = devices[0].type == "cpu" and self.lanes.share_devices
@@ -192,7 +207,8 @@ class Calls:
         lanes, replicas = self.lanes, self.replicas
         if here.lane is not None:  # this call is part of another one
             return entry.plain(*args, **kwargs)
-        if not lanes.is_open or lanes.pid != getpid() or must_run_plainly(lanes.backend):
+        has_lanes = lanes.is_open and lanes.pid == getpid()  # a forked child has none
+        if not has_lanes or must_run_plainly(lanes.backend):
             return self.run_plainly(entry, args, kwargs)
         planned = self._plan(entry, args, kwargs)
         if planned is None:
@@ -205,12 +221,13 @@ class Calls:
                 # end first: each holds its lane's gate, and looks at the flag when it has it. If
                 # there were none yet, the first one waits for `_lock` before it can begin
                 self.holds_whole_calls = True
-                for lane in lanes.all if self.runs_whole_calls else ():
-                    with lane.gate:
-                        pass
+                if self.runs_whole_calls:
+                    for lane in lanes.all:
+                        with lane.gate:
+                            pass
                 if not replicas.state.is_current():
                     self.refresh()
-                    if not replicas.state.lanes:
+                    if not replicas.state.lanes:  # such as a lazy layer without a shape yet
                         return self.run_plainly(entry, args, kwargs)
                 plan, flat = planned
                 return self._call_in_lanes(entry, plan, flat, (args, kwargs))
@@ -241,49 +258,47 @@ class Calls:
             return None
         return plan, flat
 
-    def _call_in_lanes(self, entry: Entry, plan: ShardPlan, flat: FlatCall, call: Any) -> Any:
+    def _call_in_lanes(
+        self, entry: Entry, plan: ShardPlan, flat: FlatCall, given: tuple[Any, ...]
+    ) -> Any:
         """Run the parts of a call on replicas that are up to date, while no other cut call runs.
 
-        `call` are the caller's own arguments.
+        `given` are the caller's own arguments.
         """
-        lanes, replicas, sizes, leaves = self.lanes, self.replicas, plan.sizes, flat.leaves
+        lanes, replicas, sizes, rules = self.lanes, self.replicas, plan.sizes, self.rules
         state = replicas.state
         used = state.lanes[: len(sizes)]
-        only_tensors = flat.on_cpu or TENSORS.issuperset(map(type, leaves))
-        # Listed layers of torch write nothing, unless an argument or a hook brings other code
-        has_hooks = any(global_hooks)
-        looks = not (state.edition.is_quiet and only_tensors) or has_hooks
-        watched = plan.written(flat) if None in plan.dims else []
-        versions = [*map(version_of, state.params)]
-        turns = self._decide_turns(leaves, only_tensors) if lanes.count > 1 else None
+        grad = torch.is_grad_enabled()
 
-        # Facts that no comparison shows: read for each new plan, and after each change of the model
-        probed = state.edition.probed
-        is_probe = plan not in probed
-        contents = None
-        if is_probe and looks and (not probed or state.survey.writes_data):
-            contents = replicas.read_contents()
-        draws = lanes.read_draws() if is_probe and turns is None else None
+        # Listed layers of torch write nothing, unless an argument or a hook brings other code
+        only_tensors = flat.on_cpu or TENSORS.issuperset(map(type, flat.leaves))
+        brings_code = any(global_hooks) or not only_tensors
+        may_write = brings_code or not state.edition.is_quiet
+        # Lanes share parameters and whole arguments, so no lane may write them
+        versions = [*map(version_of, state.params)]
+        versions_of_whole = plan.written(flat) if None in plan.dims else []
+        turns = self._decide_turns(flat.leaves, only_tensors) if lanes.count > 1 else None
+        probe = None
+        if plan not in state.edition.probed:
+            probe = Probe(self, plan, may_write, turns)
 
         # Scatter
-        grad = torch.is_grad_enabled()
         columns = plan.columns(flat, copy=grad)
-        shards: list[Shard] = []
+        placed = None
         moments: Sequence[Moment] = ()
         is_simple = flat.on_cpu and self.stays_on_cpu and not self.recorder.traces
         if is_simple and len(sizes) <= lanes.count:
-            functions: Iterable[Callable[..., Any]] = map(_target_of, used)
+            functions = map(_target_of, used)
             if entry.method is not None:
                 functions = map(attrgetter(entry.method), functions)
             tasks: Sequence[Callable[[], Any]] = [*map(partial, functions, *columns)]
         else:
-            tasks = self._place_parts(entry, plan, flat, columns, shards)
-            if not (self.stays_on_cpu and all(map(_is_on_cpu, leaves))):
-                sources = (state.home, self.output_device, *map(device_of, leaves))
-                moments = moments_of(self.devices[: len(sizes)], sources)
+            placed = PlacedCall(plan, flat, columns, state.lanes, rules, self._output_place(flat))
+            tasks = self._make_tasks(entry, placed)
+            moments = self._read_moments(flat.leaves, len(sizes))
 
         # Apply
-        if grad or has_hooks or not only_tensors:
+        if grad or brings_code:  # a graph, an argument, or a hook may keep tensors of a lane
             for replica in used:
                 replica.are_tensors_held = True
         try:
@@ -293,8 +308,8 @@ class Calls:
                 replica.is_dirty = replica.are_tensors_held = True
             raise
 
-        # What did forward write?
-        if looks:
+        # Note what forward wrote, before anything is refused: the next call starts from the model
+        if may_write:
             for replica in used:
                 replica.is_dirty = not replica.snapshot.is_same()
         if grad:
@@ -303,42 +318,41 @@ class Calls:
         if errors:
             for replica in used:
                 replica.are_tensors_held = True  # by the frames of a traceback
-            _note_fixed_devices(errors, state.home, self.devices)
+            note_fixed_devices(errors, state.home, self.devices)
             raise_first_failure(errors, len(sizes), lanes.all, plan.describe)
-        if watched and watched != plan.written(flat):
+        if versions_of_whole and versions_of_whole != plan.written(flat):
             raise ShardError(WRITTEN_WHOLE)
 
         # Gather. Nothing of the caller's is written before all joins are done: each may be refused
-        borrowed = self._join_arguments(plan, flat, call, shards, outputs) if shards else None
-        is_here = not shards or self._output_place(flat) is None
-        output = self._cat_rows(outputs, plan, columns, leaves) if is_here else None
+        output: Any = None
+        if placed is not None:
+            placed.join_arguments(given, outputs)
+        if placed is None or placed.device is None:
+            output = self._cat_rows(outputs, plan, columns, flat.leaves)
         if output is None:
-            output = self._gather(outputs, plan, flat, shards, borrowed)
-        if looks and len(sizes) > 1 and type(output) is torch.Tensor:
+            joining = placed or PlacedCall(plan, flat, columns, state.lanes, rules, None)
+            output = joining.join_outputs(outputs, lanes.backend.type)
+        if may_write:
             # The rows of several lanes in a new tensor, or lane 0's, which may be its own buffer
-            if used[0].tensors:
-                output = hand_over(output, used[0])
-        elif looks:
-            output = self._hand_over(output, used)
+            is_joined_tensor = len(sizes) > 1 and type(output) is torch.Tensor
+            # An item per lane, each of another lane's replica
+            is_per_lane = type(output) is list and len(output) == len(used)
+            if rules.join == "list" and is_per_lane:
+                output = [*map(hand_over, output, used)]
+            elif used[0].tensors or not is_joined_tensor:
+                output = hand_over(output, used[0])  # what all lanes returned is lane 0's
 
         # Settle: the writes of forward reach the model and the arguments, or are refused
-        if looks:
+        if may_write:
             replicas.settle_call(used, versions)
         elif [*map(version_of, state.params)] != versions:  # another thread wrote it
             replicas.refuse_write(versions, state)
-        if is_probe:
-            if contents is not None:
-                replicas.check_contents(contents)
-            if draws is not None:
-                lanes.warn_of_draws(draws)
-            if len(probed) >= _MOST_PROBED:
-                probed.clear()
-            probed.add(plan)
-        if grad or shards:
-            plan.write_back(flat, columns, [shard.loan for shard in shards])
-        if borrowed is not None:
-            borrowed.enter()
-            output = borrowed.resolve(output)
+        if probe is not None:
+            probe.end()
+        if placed is not None:
+            output = placed.enter(output)
+        elif grad:  # parts were copies; without gradients they are views of the argument
+            plan.write_back(flat, columns, ())
         self.cut_calls += 1
         self.shards = sizes
         for lane, rows in zip(cycle(lanes.all), sizes, strict=False):
@@ -403,17 +417,16 @@ class Calls:
             state = replicas.state
             if not state.lanes:
                 parts = zip(args, kwargs, strict=True)
+                # Not `self.run_plainly`: in a subclass, it may call this method
                 return [Calls.run_plainly(self, entry, part, named) for part, named in parts]
             used = state.lanes[: len(args)]
             versions = [*map(version_of, state.params)]
-            calls = [
-                partial(entry.of(replica.target), *part, **named)
-                for replica, part, named in zip(used, args, kwargs, strict=True)
-            ]
-            for replica in used:
+            tasks = []
+            for replica, part, named in zip(used, args, kwargs, strict=True):
+                tasks.append(partial(entry.of(replica.target), *part, **named))
                 replica.are_tensors_held = True
             try:
-                outputs = self.apply(calls, flatten((list(args), list(kwargs)))[0])
+                outputs = self.apply(tasks, flatten((list(args), list(kwargs)))[0])
             finally:
                 for replica in used:
                     replica.is_dirty = not replica.snapshot.is_same()
@@ -421,15 +434,15 @@ class Calls:
             replicas.settle_call(used, versions)
             return [*map(hand_over, outputs, used)]
 
-    def apply(self, calls: Sequence[Callable[[], Any]], leaves: Sequence[Any]) -> list[Any]:
-        """Run call i in lane i, and return their values in lane order.
+    def apply(self, tasks: Sequence[Callable[[], Any]], leaves: Sequence[Any]) -> list[Any]:
+        """Run task i in lane i, and return their values in lane order.
 
-        `leaves` are the arguments of all calls.
+        `leaves` are the arguments of all tasks.
         """
         with self._lock:
             turns = self._decide_turns(leaves, only_tensors=False)
             home = self.replicas.state.home
-            return apply_tasks(self.lanes, calls, leaves, turns, home, self.output_device)
+            return apply_tasks(self.lanes, tasks, leaves, turns, home, self.output_device)
 
     def _decide_turns(self, leaves: Sequence[Any], only_tensors: bool) -> str | None:
         """Return the parts that run one after another: "all", those of each "device", or None.
@@ -467,73 +480,49 @@ class Calls:
             places = {self.output_device, *map(device_of, flatten((args, kwargs))[0])}
         return places <= {None, device} and self.replicas.is_at_home(device)
 
-    def _place_parts(
-        self,
-        entry: Entry,
-        plan: ShardPlan,
-        flat: FlatCall,
-        columns: Sequence[Sequence[Any]],
-        shards: list[Shard],
-    ) -> list[Callable[[], Any]]:
-        """Return one task per shard.
+    # Calls with other arguments than tensors on the CPU, and on other devices
 
-        Each task enters its shard into `shards` once the shard is on the device of its lane.
-        """
-        replicas, count, record = self.replicas, self.lanes.count, self.recorder.record
-        shards[:] = [Shard((), {}, 0)] * len(plan.sizes)
-
-        def run(index: int) -> Any:
-            replica = replicas.state.lanes[index % count]
-            if index >= count:
-                # The lane has run another part of this call, and this one starts from the model
-                replica.is_dirty = not replica.snapshot.is_same()
-                replicas.prepare(replica)
-            device = self.devices[index % count]
-            # One step, into a place of its own: parts of several threads need no lock
-            shard = shards[index] = plan.place(flat, columns, index, device)
-            return entry.of(replica.target)(*shard.args, **shard.kwargs)
-
+    def _make_tasks(self, entry: Entry, placed: PlacedCall) -> Sequence[Callable[[], Any]]:
+        """Return one task per part, which places its shard in its lane, and runs it there."""
+        run = partial(self._run_part, entry, placed)
+        sizes = placed.plan.sizes
         if not self.recorder.traces:
-            return [partial(run, index) for index in range(len(plan.sizes))]
-        return [
-            partial(
-                record_call,
-                partial(record, entry.method, entry.batch, rows),
-                index % count,
-                run,
-                index,
-            )
-            for index, rows in enumerate(plan.sizes)
-        ]
+            return [partial(run, index) for index in range(len(sizes))]
+        tasks = []
+        for index, rows in enumerate(sizes):
+            record = partial(self.recorder.record, entry.method, entry.batch, rows)
+            tasks.append(partial(record_call, record, index % self.lanes.count, run, index))
+        return tasks
 
-    # After the lanes
+    def _run_part(self, entry: Entry, placed: PlacedCall, index: int) -> Any:
+        replicas, count = self.replicas, self.lanes.count
+        replica = replicas.state.lanes[index % count]
+        if index >= count:
+            # The lane has run another part of this call, and this one starts from the model
+            replica.is_dirty = not replica.snapshot.is_same()
+            replicas.prepare(replica)
+        device = self.devices[index % count]
+        shard = placed.plan.place(placed.flat, placed.columns, index, device)
+        placed.shards[index] = shard
+        return entry.of(replica.target)(*shard.args, **shard.kwargs)
 
-    def _join_arguments(
-        self,
-        plan: ShardPlan,
-        flat: FlatCall,
-        call: Any,
-        shards: Sequence[Shard],
-        outputs: Sequence[Any],
-    ) -> Borrowed | None:
-        """Join what forward put into copies of arguments. None for tensors alone."""
-        borrowed = plan.note_borrowed(flat, call, [shard.loan for shard in shards])
-        if borrowed is None:
+    def _read_moments(self, leaves: Sequence[Any], count: int) -> Sequence[Moment]:
+        """Return the caller's moment for each of so many lanes; none if all is on the CPU."""
+        if self.stays_on_cpu and all(map(_is_on_cpu, leaves)):
+            return ()
+        sources = (self.replicas.state.home, self.output_device, *map(device_of, leaves))
+        return moments_of(self.devices[:count], sources)
+
+    def _output_place(self, flat: FlatCall) -> torch.device | None:
+        """Return the device of outputs; None if the lanes leave them there, on the CPU."""
+        home = self.replicas.state.home
+        if self.stays_on_cpu and (flat.on_cpu or home is not None):
             return None
-        device, lanes = self._output_place(flat), self.replicas.state.lanes
-        originals = partial(_originals_of, lanes, plan, flat, shards)
+        places = (self.output_device, home, *map(device_of, flat.leaves), *self.devices)
+        device = next(filter(None, places))
+        return None if self.stays_on_cpu and device.type == "cpu" else device
 
-        def join_entries(values: Sequence[Any], place: Path | None, key: Any) -> Any:
-            if device is not None:
-                record_use(flatten(values)[0])
-            rules = rules_of_entries(self.rules, place, key)
-            return hand_over(join(values, plan.sizes, rules, device, originals), lanes[0])
-
-        def join_outputs(shown: Sequence[Any]) -> Any:
-            return join(shown, plan.sizes, self.rules, device, originals)
-
-        borrowed.join_changes(join_entries, device, outputs, join_outputs)
-        return borrowed
+    # Gather
 
     def _cat_rows(
         self,
@@ -552,6 +541,7 @@ class Calls:
             return None
         if outputs[0].is_quantized or len({*map(_form_of, outputs)}) > 1:
             return None
+        # Autocast would cast the outputs; attributes of a tensor are joined one by one
         if any(map(_attributes_of, outputs)) or torch.is_autocast_enabled("cpu"):
             return None
         for leaf, column, cut_on in zip(leaves, columns, plan.dims, strict=True):
@@ -559,171 +549,72 @@ class Calls:
                 return leaf  # type: ignore[no-any-return]
         # Nested tensors, tensors without that dim, and tensors of other shapes raise
         with suppress(RuntimeError, IndexError):
-            has_rows = (*map(itemgetter(dim), map(_shape_of, outputs)),) == sizes
+            rows = map(itemgetter(dim), map(_shape_of, outputs))
+            has_rows = (*rows,) == sizes
+            # The larger sizes come first, so these two are equal only if all are
             is_proven = sizes[0] != sizes[-1] or not self.rules.needs_proof
             if has_rows and is_proven:
                 return torch.cat(outputs, dim)
         return None
 
-    def _gather(
-        self,
-        outputs: list[Any],
-        plan: ShardPlan,
-        flat: FlatCall,
-        shards: Sequence[Shard],
-        borrowed: Borrowed | None,
-    ) -> Any:
-        """Join the outputs of the lanes on the output device."""
-        device = self._output_place(flat)
-        if device is not None:
-            record_use(flatten(outputs)[0])
-        if borrowed is not None and self.rules.join != "list":
-            outputs = [*map(borrowed.mark_returned, outputs, range(len(outputs)))]
-        originals = partial(_originals_of, self.replicas.state.lanes, plan, flat, shards)
-        with without_autocast(self.lanes.backend.type):
-            return join(outputs, plan.sizes, self.rules, device, originals)
 
-    def _output_place(self, flat: FlatCall) -> torch.device | None:
-        """Return the device of outputs; None if the lanes leave them there, on the CPU."""
-        home = self.replicas.state.home
-        if self.stays_on_cpu and (flat.on_cpu or home is not None):
-            return None
-        places = chain((self.output_device, home), map(device_of, flat.leaves), self.devices)
-        device = next(filter(None, places))
-        return None if self.stays_on_cpu and device.type == "cpu" else device
+class Probe:
+    """Facts of a call that no comparison of replicas shows.
 
-    def _hand_over(self, output: Any, used: Sequence[Replica]) -> Any:
-        """Return the output without what the lanes keep. What all lanes returned is lane 0's."""
-        # With join="list", the output has an item per lane, each of another lane's replica
-        is_per_lane = type(output) is list and len(output) == len(used)
-        if self.rules.join == "list" and is_per_lane:
-            return [*map(hand_over, output, used)]
-        return hand_over(output, used[0])
-
-
-def apply_tasks(
-    lanes: Lanes,
-    tasks: Sequence[Callable[[], Any]],
-    leaves: Sequence[Any],
-    turns: str | None = None,
-    home: torch.device | None = None,
-    output_device: torch.device | None = None,
-) -> list[Any]:
-    """Run task i in lane i, and return their values in lane order.
-
-    `leaves` are the arguments of all tasks. Lanes that share a device run in turns if one of them
-    requires gradients.
-
-    Raises:
-        BaseException: If a lane fails: the error of the first such lane, with a note on lane and
-            device. All other lanes have finished.
+    They are read for each new plan, and for the first call after a change of the model: writes
+    through ``.data``, and draws of several lanes from one random generator.
     """
-    if turns is None and (torch.are_deterministic_algorithms_enabled() or profiler_runs()):
-        turns = "all"
-    elif turns is None and lanes.share_devices:
-        learns = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-        turns = "device" if learns else None
-    on = [lane.device for lane in lanes.all[: len(tasks)]]
-    moments = moments_of(on, (home, output_device, *map(device_of, leaves)))
-    draws = lanes.read_draws() if turns is None else None
-    outputs, errors = lanes.run(tasks, turns, home, moments)
-    if errors:
-        raise_first_failure(errors, len(tasks), lanes.all)
-    if draws is not None:
-        lanes.warn_of_draws(draws)
-    if moments:
-        record_use(flatten(outputs)[0])
-    return outputs
 
+    def __init__(self, calls: Calls, plan: ShardPlan, may_write: bool, turns: str | None) -> None:
+        state = calls.replicas.state
+        self._calls = calls
+        self._plan = plan
+        self._probed = state.edition.probed
+        self._contents: list[Any] | None = None
+        # Of the first plan alone, unless the code is known to write: a sum of all parameters
+        if may_write and (not self._probed or state.survey.writes_data):
+            self._contents = calls.replicas.read_contents()
+        # In turns, lanes draw in order
+        self._draws = calls.lanes.read_draws() if turns is None else None
 
-def raise_first_failure(
-    errors: list[tuple[int, BaseException]],
-    count: int,
-    lanes: Sequence[object],
-    describe: Callable[[int], str] | None = None,
-) -> None:
-    """Raise the error of the first lane that failed, with notes on its place and on other errors.
+    def end(self) -> None:
+        """Compare with the facts after the call, and note that the plan has been probed.
 
-    `describe` returns the contents of a shard for the first note. An interrupt or an exit comes
-    before any error, because no task failed with it. The list is emptied: the traceback holds
-    frames that hold it, and a cycle would keep the tensors.
-    """
-    errors.sort(key=lambda each: (isinstance(each[1], Exception), each[0]))
-    (shard, first), *others = errors
-    errors.clear()
-    place = f"in {lanes[shard % len(lanes)]}, shard {shard} of {count}"
-    add_note(first, place if describe is None else f"{place}: {describe(shard)}")
-    for index, other in others:
-        if other is not first:
-            # Also if its __str__ fails
-            text = "".join(traceback.format_exception_only(other)).strip()
-            add_note(
-                first, f"also in {lanes[index % len(lanes)]}, shard {index} of {count}: {text}"
-            )
-    try:
-        raise first
-    finally:
-        del first, others  # the traceback holds this frame
-
-
-def _note_fixed_devices(
-    errors: Sequence[tuple[int, BaseException]],
-    home: torch.device | None,
-    devices: Sequence[torch.device],
-) -> None:
-    """Add the cure to torch's error about tensors on two devices, in a lane away from the model."""
-    for shard, error in errors:
-        device = devices[shard % len(devices)]
-        is_of_device = isinstance(error, RuntimeError) and "device" in str(error)
-        if is_of_device and home is not None and device != home:
-            add_note(
-                error,
-                f"the lane works on {device}, and the model lies on {home}. In forward, make "
-                "tensors on the device of an argument (device=x.device), not on a device that is "
-                "kept in an attribute, and register constant tensors as buffers",
-            )
+        Raises:
+            ReplicaError: If forward wrote a parameter.
+        """
+        if self._contents is not None:
+            self._calls.replicas.check_contents(self._contents)
+        if self._draws is not None:
+            self._calls.lanes.warn_of_draws(self._draws)
+        if len(self._probed) >= _MOST_PROBED:
+            self._probed.clear()
+        self._probed.add(self._plan)
 
 
 def must_run_plainly(backend: Backend) -> bool:
-    """True if something watches the calling thread and cannot follow into a lane.
-
-    Tracers and compilers record what one thread does. A dispatch mode (a FLOP counter, fake
-    tensors), a function mode, and a functorch transform live in one thread. Copies of parameters
-    lose the tangents of forward-mode autograd. Hooks on saved tensors depend on the order of their
-    calls. A graph of CUDA records one thread.
-    """
+    """True if something watches the calling thread and cannot follow into a lane."""
+    # Function modes live in one thread. A default device is one too, and lanes take it over
     if count_function_modes() > 0:
         is_device = (isinstance(mode, DeviceContext) for mode in function_modes())
         if not all(is_device):
             return True
     return (
+        # Tracers and compilers record what one thread does
         tracing_state() is not None
+        # Dispatch modes (a FLOP counter, fake tensors) live in one thread
         or count_dispatch_modes() > 0
+        # Hooks on saved tensors depend on the order of their calls
         or saved_tensor_hooks(False) is not None
+        # Transforms of functorch live in one thread
         or functorch_level() is not None
+        # Copies of parameters lose the tangents of forward-mode autograd
         or forward_ad_level() >= 0
         or torch.compiler.is_compiling()
+        # A CUDA graph records one thread
         or (backend.type != "cpu" and backend.is_capturing())
     )
 
 
 def _is_on_cpu(leaf: Any) -> bool:
     return getattr(leaf, "is_cpu", not isinstance(leaf, WholeLeaf))
-
-
-def _originals_of(
-    replicas: Sequence[Replica], plan: ShardPlan, flat: FlatCall, shards: Sequence[Shard]
-) -> Sequence[Callable[[Any], Any]]:
-    """Return one function per part, from a lane's copy of a value to the caller's, or None."""
-    whole = plan.whole(flat)
-    same = {id(value): value for leaf in whole for value in (leaf, getattr(leaf, "value", leaf))}
-    origins = [{**same, **shard.origins} for shard in shards] or [same] * len(plan.sizes)
-    pairs = zip(origins, cycle(replicas), strict=False)
-    return [partial(_find_origin, found, replica) for found, replica in pairs]
-
-
-def _find_origin(origins: Mapping[int, Any], replica: Replica, value: Any) -> Any:
-    found = origins.get(id(value))
-    if found is None and isinstance(value, torch.Tensor):
-        return replica.original_of(value)
-    return found

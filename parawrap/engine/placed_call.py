@@ -1,0 +1,119 @@
+"""A cut call whose lanes place their own shards, and the way of the outcome back to the caller.
+
+A call of tensors on the CPU alone needs none of this: `Calls` cuts and concatenates them itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from parawrap.backends import record_use
+from parawrap.engine.borrowed import Borrowed, Loan, rules_of_entries
+from parawrap.engine.cut import Shard, ShardPlan
+from parawrap.engine.flat_call import FlatCall
+from parawrap.engine.hand_over import hand_over
+from parawrap.engine.join import join
+from parawrap.engine.join_rules import JoinRules
+from parawrap.engine.lanes import without_autocast
+from parawrap.engine.lent_containers import Path
+from parawrap.engine.replica import Replica
+from parawrap.tree import WholeLeaf, flatten
+
+_NOT_PLACED = Shard((), {}, 0)
+
+
+class PlacedCall:
+    """The shards of one call, what lanes have borrowed for it, and the join of the outcome.
+
+    Attributes:
+        plan: How the call is cut.
+        flat: The call taken apart.
+        columns: The parts of each leaf, from `ShardPlan.columns`.
+        shards: One per part, as its lane has placed it. Each lane writes an item of its own, which
+            is one step, so parts need no lock.
+        device: The device of outputs; None if they stay where the lanes leave them, on the CPU.
+    """
+
+    def __init__(
+        self,
+        plan: ShardPlan,
+        flat: FlatCall,
+        columns: Sequence[Sequence[Any]],
+        replicas: Sequence[Replica],
+        rules: JoinRules,
+        device: torch.device | None,
+    ) -> None:
+        self.plan = plan
+        self.flat = flat
+        self.columns = columns
+        self.shards = [_NOT_PLACED] * len(plan.sizes)
+        self.device = device
+        self._replicas = replicas  # one per lane; there may be more parts
+        self._rules = rules
+        self._loans: list[Loan] = []
+        self._borrowed: Borrowed | None = None
+
+    def join_arguments(self, given: tuple[Any, ...], outputs: Sequence[Any]) -> None:
+        """Join what forward put into copies of arguments.
+
+        `given` are the caller's own arguments, which are not written yet.
+        """
+        self._loans = [shard.loan for shard in self.shards]
+        self._borrowed = self.plan.note_borrowed(self.flat, given, self._loans)
+        if self._borrowed is not None:
+            self._borrowed.join_changes(self._join_entries, self.device, outputs, self._join)
+
+    def join_outputs(self, outputs: Sequence[Any], kind: str) -> Any:
+        """Return the joined outputs of the lanes, which are on that kind of device."""
+        if self.device is not None:
+            record_use(flatten(outputs)[0])
+        # With join="list", each lane's output stays as it is
+        if self._borrowed is not None and self._rules.join != "list":
+            outputs = [*map(self._borrowed.mark_returned, outputs, range(len(outputs)))]
+        # Autocast would cast what `torch.cat` joins
+        with without_autocast(kind):
+            return join(outputs, self.plan.sizes, self._rules, self.device, self._find_originals)
+
+    def enter(self, output: Any) -> Any:
+        """Write what forward wrote into the caller's objects, and return the output with them."""
+        self.plan.write_back(self.flat, self.columns, self._loans)
+        if self._borrowed is None:
+            return output
+        self._borrowed.enter()
+        return self._borrowed.resolve(output)
+
+    def _join(self, outputs: Sequence[Any]) -> Any:
+        """Join outputs that show what forward put into arguments, or refuse them."""
+        return join(outputs, self.plan.sizes, self._rules, self.device, self._find_originals)
+
+    def _join_entries(self, values: Sequence[Any], place: Path | None, key: Any) -> Any:
+        """Join the values that lanes put into one place of an argument."""
+        if self.device is not None:
+            record_use(flatten(values)[0])
+        rules = rules_of_entries(self._rules, place, key)
+        joined = join(values, self.plan.sizes, rules, self.device, self._find_originals)
+        return hand_over(joined, self._replicas[0])
+
+    def _find_originals(self) -> Sequence[Callable[[Any], Any]]:
+        """Return one function per part, from a lane's copy of a value to the caller's, or None."""
+        shared: dict[int, Any] = {}
+        for leaf in self.plan.whole(self.flat):
+            shared[id(leaf)] = leaf
+            if isinstance(leaf, WholeLeaf):
+                shared[id(leaf.value)] = leaf.value
+        found = []
+        for shard, replica in zip(self.shards, cycle(self._replicas), strict=False):
+            found.append(partial(_find_original, {**shared, **shard.origins}, replica))
+        return found
+
+
+def _find_original(origins: Mapping[int, Any], replica: Replica, value: Any) -> Any:
+    found = origins.get(id(value))
+    if found is None and isinstance(value, torch.Tensor):
+        return replica.original_of(value)
+    return found
