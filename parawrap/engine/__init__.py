@@ -27,7 +27,7 @@ How a call runs::
 
 `Calls.call` in `call.py` takes these steps, and `Calls._decide_turns` decides which shards run one
 after another. Whole calls (`map`, `submit`) and calls in workers take them too:
-`Session.run_whole` in `session.py`, `WorkerSession.call` in `workers/worker_session.py`, and
+`WholeCall` in `whole_call.py`, `WorkerSession.call` in `workers/worker_session.py`, and
 `ModelServer.answer` in `workers/worker.py`.
 
 - A call is decided from the call alone: from its arguments, the options of the block, the model,
@@ -156,8 +156,8 @@ replicas.py         | replicas of all lanes: make,         | api/parallel/test_f
                     | graphs                               | cuda/test_graphs.py
 resume.py           | `map(resume=folder)`: files of       | api/parallel/test_resume.py
                     | outputs, digests of batches          |
-session.py          | an open block: whole calls in lanes, | api/parallel/test_streams.py
-                    | their futures, counters              | api/parallel/test_concurrency.py
+session.py          | an open block: sends whole calls to  | api/parallel/test_streams.py
+                    | lanes; counters                      | api/parallel/test_concurrency.py
 shard_sizes.py      | how many rows each lane gets         | engine/test_shard_sizes.py
 stats.py            | `p.stats`: counters of calls, rows,  | api/parallel/test_streams.py
                     | and busy seconds                     | displays/test_tables.py
@@ -168,6 +168,8 @@ survey.py           | one walk over all that a target      | api/parallel/test_c
                     | or cannot                            |
 trace.py            | `p.trace`: record the calls of each  | api/parallel/test_streams.py
                     | lane                                 |
+whole_call.py       | a call that one lane runs whole, its | api/parallel/test_streams.py
+                    | arguments there, its future          | devices/test_lane_streams.py
 rules/              | values with their own rules:         | engine/test_register_split.py
                     | registered classes, caches,          | engine/test_packages.py
                     | TensorDicts, graphs                  |

@@ -381,6 +381,11 @@ class Calls:
             self.plain_calls += 1
         return output if self.rules.keep_single else join([output], (1,), self.rules)
 
+    def wait_for_cut_call(self) -> None:
+        """Wait until the cut call that holds whole calls back has ended."""
+        with self._lock:
+            pass
+
     def is_ready(self) -> bool:
         """True if a call of this thread may go to the lanes.
 
