@@ -18,6 +18,16 @@ Threads need no interpreter lock here. What several of them change is one of thr
 - work to be claimed, in a dict, list, or deque: ``pop`` gives each piece to one thread alone;
 - what a lock protects, which the comment of the lock or of the attribute says;
 - a flag that decides only who does the work, never what is computed.
+
+A cut call takes this way, and whole calls of a session the other one::
+
+    Lanes.run ──► CallParts ──► Lane.inbox ──► CallParts.__call__, in a lane's thread
+        │             └───────────────────────────► CallParts.run
+        └─────────────────────────────────────────► CallParts.run, in the caller's thread
+
+    Lanes.send ──► a deque of calls ──► Lane.take ──► the call
+
+Both are on the path of every call: for maps in place of comprehensions, see `call.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +63,9 @@ from parawrap.errors import SessionError
 _CPU = torch.device("cpu")
 _is_taking = attrgetter("is_taking")
 _load_of = attrgetter("load")
-_EXIT_PATIENCE_S = 5.0  # at the exit of the program; threads are daemons, so none blocks it
+# At the exit of the program. Threads are daemons, so none blocks it for longer; five seconds for
+# the end of a running part are a guess that no test has contradicted
+_EXIT_PATIENCE_S = 5.0
 _DRAWS = (
     "lanes that share a random generator drew from it at the same time, so a seed does not "
     "reproduce this call. With torch.use_deterministic_algorithms(True), lanes run one after "
@@ -80,7 +92,7 @@ class Lane:
         device: Where its tensors lie.
         label: The name of the device.
         lock: Of the thread that works in the lane. It protects the counters too.
-        gate: Held by a whole call.
+        gate: Held by a whole call, from its look at `Calls.holds_whole_calls` to its end.
         own: Whole calls for this lane alone, oldest first.
         is_taking: True while its thread runs whole calls, or is about to. Changed with `queueing`.
     """
@@ -163,9 +175,11 @@ class Lane:
         while (work := self.inbox.get()) is not None:
             work(self)
             del work  # a waiting lane keeps nothing of its last call alive
-        while calls := self.own or self._shared:
+        # `close` lets the whole calls finish that were sent before it
+        while self.own or self._shared:
             with suppress(IndexError):  # another lane was quicker
-                calls.popleft()(self)
+                call = (self.own or self._shared).popleft()
+                call(self)
 
 
 class CallParts:
@@ -175,8 +189,17 @@ class CallParts:
     """
 
     __slots__ = (
-        *("asleep", "countdown", "done", "errors", "groups", "home", "lanes"),
-        *("modes", "moments", "outputs", "tasks"),
+        "asleep",
+        "countdown",
+        "done",
+        "errors",
+        "groups",
+        "home",
+        "lanes",
+        "modes",
+        "moments",
+        "outputs",
+        "tasks",
     )
 
     def __init__(
@@ -231,11 +254,11 @@ class CallParts:
     def run(self, group: tuple[int, ...]) -> None:
         """Run the parts of a group, each as its lane's work. The first failure ends it."""
         has_failed = False
+        # A part finds no context variable that an earlier part of the group has set
         context = contextvars.copy_context() if len(group) > 1 else None
         for position, index in enumerate(group):
             lane_index = index % len(self.lanes)
             lane, task = self.lanes[lane_index], self.tasks[index]
-            # A part finds no context variable that an earlier part of the group has set
             if context is not None and position > 0:
                 task = partial(context.copy().run, task)
                 if self.moments:
@@ -246,9 +269,10 @@ class CallParts:
                 start, before = perf_counter_ns(), here.lane
                 try:
                     here.lane = lane
-                    self.outputs[index] = (
-                        lane.streams.run(task, self.moments[lane_index]) if self.moments else task()
-                    )
+                    if self.moments:
+                        self.outputs[index] = lane.streams.run(task, self.moments[lane_index])
+                    else:
+                        self.outputs[index] = task()
                 except BaseException as error:  # noqa: BLE001  # a lane outlives its tasks
                     drop_own_frames(error)
                     self.errors.append((index, error))
@@ -280,12 +304,14 @@ class Lanes:
         self, devices: Sequence[torch.device], labels: Sequence[str] | None = None
     ) -> None:
         self._shared: deque[Any] = deque()
-        self._queueing = threading.Lock()  # of `send`, of a lane that falls idle, and of `close`
-        named = zip(devices, labels or map(str, devices), strict=True)
-        self.all = tuple(
-            Lane(index, device, label, self._shared, self._queueing)
-            for index, (device, label) in enumerate(named)
-        )
+        # A lane that falls idle looks for a call, and `send` looks for an idle lane: both hold it,
+        # so no call is left. `close` and the start of threads hold it too
+        self._queueing = threading.Lock()
+        lanes = []
+        for index, device in enumerate(devices):
+            label = str(device) if labels is None else labels[index]
+            lanes.append(Lane(index, device, label, self._shared, self._queueing))
+        self.all = tuple(lanes)
         self.count = len(self.all)
         self.backend: Backend = backend_of(devices[0].type)
         self.share_devices = len(set(devices)) < len(devices)
@@ -316,6 +342,7 @@ class Lanes:
         to do with them.
         """
         key = len(tasks), turns
+        # A copy, because threads take groups out of it
         groups = dict(self._groups.get(key) or self._group(key))
         parts = CallParts(self.all, tasks, groups, home, moments)
         first = groups.pop(0)
@@ -387,25 +414,21 @@ class Lanes:
         """Return the states of the generators that lanes share; None after a warning of draws."""
         if not self._warns_of_draws:
             return None
-        shared = [
-            device
-            for device, count in Counter(lane.device for lane in self.all).items()
-            if count > 1
-        ]
-        states = [
-            backend_of(device.type).rng_state(device) for device in shared if device.type != "cpu"
-        ]
-        return [
-            torch.default_generator.get_state(),
-            *(state for state in states if state is not None),
-        ]
+        states = [torch.default_generator.get_state()]
+        for device, lanes in Counter(lane.device for lane in self.all).items():
+            if lanes > 1 and device.type != "cpu":
+                state = backend_of(device.type).rng_state(device)
+                if state is not None:
+                    states.append(state)
+        return states
 
     def warn_of_draws(self, before: list[torch.Tensor]) -> None:
         """Warn once if lanes that ran at the same time drew from a shared generator.
 
         `before` is from `read_draws`.
         """
-        if not all(map(torch.equal, before, self.read_draws() or before)):
+        after = self.read_draws() or before
+        if not all(map(torch.equal, before, after)):
             self._warns_of_draws = False
             warn_caller(_DRAWS)
 
@@ -430,6 +453,7 @@ class Lanes:
             # without a call of `__exit__`
             idle = [*filterfalse(_is_taking, self.all[:1] if in_order else self.all)]
             chosen: Lane | None
+            # On the CPU, idle lanes are alike
             if idle and self._only_cpu and not idle[0].lock.locked():
                 chosen = idle[0]
             else:
@@ -514,9 +538,12 @@ def _end_threads(lanes: Sequence[Lane], patience: float | None = None) -> None:
         lane.inbox.put(None)
     until = None if patience is None else monotonic() + patience
     for lane in lanes:
-        if lane.thread is not None and lane.thread is not threading.current_thread():
-            with suppress(RuntimeError):  # an interrupt came while it started: it ends by itself
-                lane.thread.join(None if until is None else max(0.0, until - monotonic()))
+        thread = lane.thread
+        if thread is None or thread is threading.current_thread():
+            continue
+        timeout = None if until is None else max(0.0, until - monotonic())
+        with suppress(RuntimeError):  # an interrupt came while it started: it ends by itself
+            thread.join(timeout)
 
 
 # Inherited by lanes from the caller
@@ -543,13 +570,14 @@ class Modes(NamedTuple):
     def capture(cls, kind: str) -> Modes:
         """Return the calling thread's modes; autocast for the CPU and for that kind of device."""
         kinds = [*filter(torch.is_autocast_enabled, _kinds_with_autocast(kind))]
+        dtypes = map(torch.get_autocast_dtype, kinds)
         return cls(
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            tuple(zip(kinds, map(torch.get_autocast_dtype, kinds), strict=True)),
-            torch.is_autocast_cache_enabled(),
-            _default_device() if count_function_modes() else None,
-            contextvars.copy_context(),
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple(zip(kinds, dtypes, strict=True)),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            default_device=_default_device() if count_function_modes() else None,
+            context=contextvars.copy_context(),
         )
 
     def run(self, work: Callable[[], Any], device: torch.device, home: torch.device | None) -> Any:
@@ -568,9 +596,8 @@ class Modes(NamedTuple):
         try:
             set_grad_enabled(self.grad)
             for kind, dtype in self.autocast:
-                work = partial(
-                    _run_in, torch.autocast(kind, dtype, cache_enabled=self.autocast_cache), work
-                )
+                autocast = torch.autocast(kind, dtype, cache_enabled=self.autocast_cache)
+                work = partial(_run_in, autocast, work)
             if default_device is not None:
                 work = partial(_run_in, default_device, work)
             return context.run(work)
@@ -615,9 +642,8 @@ def _default_device() -> torch.device | None:
 @functools.cache
 def _kinds_with_autocast(kind: str) -> tuple[str, ...]:
     """Return the CPU and that kind if they have autocast."""
-    return tuple(
-        each for each in dict.fromkeys(("cpu", kind)) if torch.amp.is_autocast_available(each)
-    )
+    kinds = ("cpu",) if kind == "cpu" else ("cpu", kind)
+    return tuple(filter(torch.amp.is_autocast_available, kinds))
 
 
 @contextmanager
