@@ -27,7 +27,7 @@ import torch
 from parawrap.backends import Stream, backend_of
 
 T = TypeVar("T")
-_AHEAD = 2  # batches on the device: one runs while the next one is copied
+_AHEAD = 2  # batches on the device: one runs while the next one is copied; more only take memory
 
 
 class Mark(NamedTuple):
@@ -157,9 +157,14 @@ class LaneStreams:
         """Return the number of staged tasks that the host has finished and the device has not."""
         if not self._ahead:
             return 0
+        unfinished = 0
         # Other threads call this to compare lanes. The copy is one step in C, so an append by the
         # lane's own thread does not disturb the loop.
-        return sum(not all(event.query() for _, event in events) for events in self._ahead.copy())
+        for events in self._ahead.copy():
+            is_done = all(event.query() for _, event in events)
+            if not is_done:
+                unfinished += 1
+        return unfinished
 
     def be_waited_for(self) -> None:
         """Have the calling thread's streams wait for all that the lane has queued until now."""
@@ -184,9 +189,13 @@ class LaneStreams:
             if mark is not None:
                 streams[device] = self._stream_after(device, mark)
                 has_own_streams = has_own_streams or mark.event is not None
+        devices = [device for device in moment if device != self._device]
+        if self._device in moment:
+            devices.append(self._device)  # last: it is then the current one
+        # After Ctrl-C between an entry and its note in the stack, the generator of `activate` is
+        # dropped, and ends the block itself.
         with ExitStack() as active:
-            # The lane's own device last: it is then the current one.
-            for device in sorted(moment, key=lambda each: each == self._device):
+            for device in devices:
                 active.enter_context(backend_of(device.type).activate(device, streams.get(device)))
             if has_own_streams:
                 # No event orders a cached cast after the kernel of another lane that wrote it.

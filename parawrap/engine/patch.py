@@ -47,6 +47,7 @@ class PlainView(dict[str, Any]):
     def open(cls, module: torch.nn.Module) -> None:
         """Put a view into the place of the module's ``__dict__``."""
         before = vars(module)
+        # The list is a copy, which is one step: other threads may set attributes.
         entries = dict([*dict.items(before)])
         view = cls(before, entries)
         # One step: other threads see the dict or the view.
@@ -75,6 +76,7 @@ class PlainView(dict[str, Any]):
 
     def names_of_stubs(self) -> set[str]:
         """Return the names of the entries that are stubs."""
+        # The list is a copy, which is one step: other threads may set attributes.
         return {name for name, value in [*dict.items(self)] if type(value) is Stub}
 
     def plain(self) -> dict[str, Any]:
@@ -177,8 +179,7 @@ class PatchedMethods:
                     if value is stub:
                         dict.__setitem__(own, other, stub.__wrapped__)
             self._stubs = {}
-            # The list is a copy, which is one step: other threads may set attributes.
-            if isinstance(own, PlainView) and Stub not in map(type, [*dict.values(own)]):
+            if isinstance(own, PlainView) and not own.names_of_stubs():
                 own.close(self._module)
 
 

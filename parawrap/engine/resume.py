@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,12 @@ _OTHER_MODEL = (
     "Use another folder for this model, or map(..., check_model=False) to take the saved outputs "
     "of any model"
 )
+
+
+class Saved(NamedTuple):
+    """An output that the folder had; it may be None."""
+
+    output: Any
 
 
 class OutputFolder:
@@ -75,8 +81,8 @@ class OutputFolder:
             _refuse_other_owner(self._path, self._path.stat())
             self._remove_leftovers()
 
-    def recall(self, number: int, batch: Any) -> tuple[Any] | None:
-        """Return a tuple of the saved output of this batch; None if it is not saved.
+    def recall(self, number: int, batch: Any) -> Saved | None:
+        """Return the saved output of this batch; None if it is not saved.
 
         Raises:
             ResumeError: If the saved output belongs to another batch, target, or user, or was
@@ -110,7 +116,7 @@ class OutputFolder:
                 "pickles, use map(key=...)"
             )
             raise ResumeError(msg)
-        return (output,)
+        return Saved(output)
 
     def commit(self, number: int, output: Any) -> None:
         """Save the output of a batch, unless it came from the folder.

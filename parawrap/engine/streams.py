@@ -164,7 +164,7 @@ def stream(
                 if saved is None:
                     pending = starter.start(number, batch, tell)
                 else:
-                    pending = make_future(*saved, tell)
+                    pending = make_future(saved.output, tell)
                 flying[pending] = number, batch if with_inputs else None, hint
                 number += 1
                 # The lane owns the batch from here on. Without these names, its memory is free

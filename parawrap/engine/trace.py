@@ -44,7 +44,7 @@ class Recorder:
         if batch is not None:
             label += f", batch {batch}"
         if rows is not None:
-            label += f", {rows} row{'s' * (rows != 1)}"
+            label += f", {rows} row" if rows == 1 else f", {rows} rows"
         # The name alone: an error holds frames, and their tensors, until the trace is written.
         failure = None if error is None else type(error).__name__
         details = {"batch": batch, "rows": rows, "error": failure}
