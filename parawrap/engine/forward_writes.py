@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -220,11 +220,21 @@ def _is_computed(place: Place, key: Any) -> bool:
 
 def _counts(before: Any, now: Any) -> bool:
     """True unless a value was replaced by an equal one, or an empty container by an empty one."""
-    if before is now or (type(before) is type(now) and type(now) in SIMPLE and before == now):
+    if before is now:
         return False
-    return not (
-        isinstance(now, (dict, list, set)) and not now and (before in (None, ABSENT) or not before)
-    )
+    if type(before) is type(now) and type(now) in SIMPLE:
+        return bool(before != now)
+    if isinstance(now, (dict, list, set)) and not now:
+        return not _is_empty(before)
+    return True
+
+
+def _is_empty(value: Any) -> bool:
+    """True for None, an entry that does not exist, zero, and an empty container."""
+    if value is None or value is ABSENT:
+        return True
+    # Not tensors and arrays, which are neither true nor false
+    return isinstance(value, (*SIMPLE, Mapping, Sequence, set, frozenset)) and not value
 
 
 # Parameters, which all lanes share

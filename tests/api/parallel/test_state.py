@@ -110,6 +110,21 @@ def test_training_puts_back_others():
     assert model.norm.num_batches_tracked == 2, "another module's writes in place come back"
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("before", [torch.ones(2), torch.zeros(()), [0]], ids=repr)
+def test_values_replaced_by_empty_containers(before):
+    """They are put back with a warning. A tensor of several elements is neither true nor false."""
+    model = Stateful(lambda self, x: (setattr(self, "kept", []), x)[1], {}, kept=before).eval()
+
+    def use():
+        with parallel(model, TWO, out_dims=0):
+            model(torch.ones(8, 2))
+
+    (message,) = warnings_of(use)
+    assert "'kept'" in message
+    assert model.kept is before
+
+
 def average(self, x):
     self.total += x.sum()
     self.rows += len(x)
