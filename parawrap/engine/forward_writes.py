@@ -1,4 +1,4 @@
-"""What forward wrote in the replicas: given back, put back with a warning, or refused."""
+"""Writes of forward into the replicas: given back, put back with a warning, or refused."""
 
 from __future__ import annotations
 
@@ -83,11 +83,13 @@ def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) ->
             in training wrote a buffer and an attribute, or if forward made a layer.
     """
     survey = edition.survey
-    names: dict[str, None] = {}
-    attributes: dict[str, str] = {}  # that were written, by the path of their module
+    names: dict[str, None] = {}  # a set that keeps the order
+    written_attributes: dict[str, str] = {}  # the last one's name, by the path of its module
     for replica in used:
-        for change in replica.snapshot.changes() if replica.is_dirty else ():
-            place, key, before, now = change
+        if not replica.is_dirty:
+            continue
+        for change in replica.snapshot.changes():
+            place, key = change.place, change.key
             if place.kind in HOOK_TABLES:
                 continue  # as for output_hidden_states; put back, and nothing of the model's
             name = place.name(key)
@@ -96,21 +98,22 @@ def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) ->
                 if not edition.trains:
                     _refuse_different(name, [each.snapshot.read(place).get(key) for each in used])
                 names[name] = None
-            elif _counts(before, now) and not _is_computed(place, key):
+            elif _counts(change.before, change.now) and not _is_computed(place, key):
                 names[name] = None
-                attributes[place.module_path] = name
+                written_attributes[place.module_path] = name
     written = _find_written(used)
     for index in sorted(written):
         tensor = survey.tensors[index]
         name = survey.paths[id(tensor)]
-        if not (is_cut and survey.is_buffer(tensor)):
-            names[name] = None
-        elif edition.trains:
-            if attributes:
-                _refuse_split_update(survey, tensor, attributes)
-        else:
-            names[name] = None
+        is_cut_buffer = is_cut and survey.is_buffer(tensor)
+        if is_cut_buffer and edition.trains:  # given back below
+            if written_attributes:
+                _refuse_split_update(survey, tensor, written_attributes)
+            continue
+        names[name] = None
+        if is_cut_buffer:
             _refuse_different(name, [replica.tensors[index] for replica in used])
+    # Last: a refused call leaves the model's buffers as they are
     if is_cut and edition.trains:
         _give_back(survey, written, used[0])
     return [*names]
@@ -118,10 +121,14 @@ def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) ->
 
 def _refuse_layers(change: Change, name: str, replica: Replica) -> None:
     """Refuse layers and parameters that forward made or replaced."""
-    known = {id(part) for part in change.before} if change.key is None else ()
-    for part in change.now if change.key is None else (change.now,):
-        is_layer = isinstance(part, (torch.nn.Module, torch.nn.Parameter)) and id(part) not in known
-        if is_layer and replica.original_of(part) is None:
+    known: set[int] = set()
+    parts = [change.now]
+    if change.key is None:  # a whole list, whose items may have been in it before
+        known = set(map(id, change.before))
+        parts = change.now
+    for part in parts:
+        is_layer = isinstance(part, (torch.nn.Module, torch.nn.Parameter))
+        if is_layer and id(part) not in known and replica.original_of(part) is None:
             msg = (
                 f"forward makes {name!r}, and each lane made its own, which learns nothing. Make "
                 "it before the block, for instance by a call of the model"
@@ -136,8 +143,12 @@ def _find_written(used: Sequence[Replica]) -> set[int]:
     """Return the indices of the tensors that lanes wrote in place."""
     found: set[int] = set()
     for replica in used:
-        if ids := replica.find_written():
-            found.update([at for at, tensor in enumerate(replica.tensors) if id(tensor) in ids])
+        ids = replica.find_written()
+        if not ids:  # the usual case: no look at each tensor
+            continue
+        for index, tensor in enumerate(replica.tensors):
+            if id(tensor) in ids:
+                found.add(index)
     return found
 
 
@@ -165,31 +176,30 @@ def _refuse_different(name: str, values: Sequence[Any]) -> None:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        other = other.to(one.device)
-        return (
-            one.shape == other.shape
-            and one.dtype == other.dtype
-            and torch.allclose(one, other, 0, 0, equal_nan=True)
-        )
-    return one is other
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return one is other
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    # `torch.equal` takes two that are not a number for different values
+    return torch.allclose(one, other.to(one.device), 0, 0, equal_nan=True)
 
 
 def _give_back(survey: Survey, written: set[int], first: Replica) -> None:
-    """Copy the buffers that lane 0 wrote to the model."""
+    """Copy the buffers that lane 0 wrote to the model, as `torch.nn.DataParallel` does."""
     targets: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
     with lasting():
         for index, tensor in enumerate(survey.tensors):
-            may_differ = index in written or survey.writes_data or is_written_unseen(tensor)
-            if not (may_differ and survey.is_buffer(tensor)):
+            is_seen = index in written
+            may_differ = is_seen or survey.writes_data or is_written_unseen(tensor)
+            if not may_differ or not survey.is_buffer(tensor):
                 continue
             value = first.tensors[index]
             if value.device != tensor.device:
                 record_use([value])
             values.append(value)
-            # As quietly as C++ wrote it
-            targets.append(tensor if index in written else tensor.data)
+            # `data` has a version of its own: as quietly as C++ wrote the lane's buffer
+            targets.append(tensor if is_seen else tensor.data)
         if targets:
             copy_all(targets, values)
 
@@ -212,10 +222,15 @@ def _is_computed(place: Place, key: Any) -> bool:
         return False
     if isinstance(module, torch.nn.RNNBase) and str(key).startswith("_flat_weight"):
         return True
-    hooks = [*vars(module).get(PRE_HOOKS, {}).values()]
-    names = [hook.name for hook in hooks if isinstance(hook, (WeightNorm, SpectralNorm))]
-    names += [pruned_name_of(hook) for hook in hooks if isinstance(hook, BasePruningMethod)]
-    return key in names
+    for hook in vars(module).get(PRE_HOOKS, {}).values():
+        name = None
+        if isinstance(hook, (WeightNorm, SpectralNorm)):
+            name = hook.name
+        elif isinstance(hook, BasePruningMethod):
+            name = pruned_name_of(hook)
+        if name == key:
+            return True
+    return False
 
 
 def _counts(before: Any, now: Any) -> bool:
@@ -269,6 +284,7 @@ def contents_of(tensor: torch.Tensor) -> Any:
     """Return the memory and a sum of a tensor, which also show writes through ``.data``."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return None
+    # The widest dtype, in which a small change of one element still changes the sum
     dtype = None
     if tensor.is_floating_point():
         dtype = torch.float64

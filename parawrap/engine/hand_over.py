@@ -1,8 +1,8 @@
 """Outputs are handed over: no later call writes what a call returns, and no block ends it.
 
-A lane keeps its containers and buffers for its next call. So an output gets containers and objects
-of its own around its tensors, copies of the lane's buffers, and the model's own parameters in the
-places of the lane's.
+A lane keeps its containers and buffers for its next call. So an output gets new containers and
+objects around its tensors, copies of the lane's buffers, and the model's own parameters in place of
+the lane's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def hand_over(output: Any, replica: Replica) -> Any:
     is_same = all(value is leaf for value, leaf in zip(values, leaves, strict=True))
     if is_same and not any(map(replica.owns, _containers_in(output))):
         return output
-    return _rebuild(output, dict(zip(map(id, leaves), values, strict=True)), replica)
+    by_id = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
+    return _rebuild(output, by_id, replica)
 
 
 def _hand_over_tensor(tensor: torch.Tensor, replica: Replica) -> torch.Tensor:
@@ -66,12 +67,16 @@ def _hand_over_leaf(value: Any, replica: Replica) -> Any:
         )
         raise GatherError(msg)
     reached = [*_reach(value)]
-    if any(isinstance(each, (*_CODE, torch.nn.Module)) for each in reached):
-        # It may call a layer later, so the replica stays whole for as long as the output lives
-        replica.is_lent = True
-    if not any(replica.owns(each) for each in reached if not isinstance(each, torch.nn.Module)):
-        return value
-    return _copy_object(value, reached, replica)
+    has_parts_of_lane = False
+    for each in reached:
+        is_layer = isinstance(each, torch.nn.Module)
+        if is_layer or isinstance(each, _CODE):
+            # It may call a layer later, so the replica stays whole for as long as the output lives
+            replica.is_lent = True
+        # Layers stay the lane's also in a copy, so they are no reason for one
+        if not is_layer and not has_parts_of_lane:
+            has_parts_of_lane = replica.owns(each)
+    return _copy_object(value, reached, replica) if has_parts_of_lane else value
 
 
 def _copy_object(value: Any, reached: list[Any], replica: Replica) -> Any:
@@ -98,15 +103,13 @@ def _reach(value: Any) -> Iterator[Any]:
 
     Layers and tensors are not searched.
     """
-    seen: dict[int, Any] = {}
+    seen: dict[int, Any] = {}  # by id, with the object itself: no other object gets its id
     waiting = [value]
     while waiting:
         each = waiting.pop()
-        if (
-            id(each) in seen
-            or type(each) in _WITHOUT_PARTS
-            or isinstance(each, (type, types.ModuleType))
-        ):
+        has_no_parts = type(each) in _WITHOUT_PARTS
+        # Classes and modules of Python are no lane's
+        if id(each) in seen or has_no_parts or isinstance(each, (type, types.ModuleType)):
             continue
         seen[id(each)] = each
         yield each
@@ -126,9 +129,10 @@ def _containers_in(value: Any) -> Iterator[Any]:
     while waiting:
         each = waiting.pop()
         parts = parts_below(each)
-        if parts is not None:
-            yield each
-            waiting += [part for part in parts if not isinstance(part, (torch.Tensor, WholeLeaf))]
+        if parts is None:  # a leaf
+            continue
+        yield each
+        waiting += [part for part in parts if not isinstance(part, (torch.Tensor, WholeLeaf))]
 
 
 def _rebuild(value: Any, leaves: dict[int, Any], replica: Replica) -> Any:
@@ -138,8 +142,9 @@ def _rebuild(value: Any, leaves: dict[int, Any], replica: Replica) -> Any:
     """
     if id(value) in leaves:
         return leaves[id(value)]
-    parts, spec = flatten(value, lambda node: node is not value)
+    parts, spec = flatten(value, lambda node: node is not value)  # one level deep
     made = [_rebuild(part, leaves, replica) for part in parts]
-    if all(new is part for new, part in zip(made, parts, strict=True)) and not replica.owns(value):
+    is_same = all(new is part for new, part in zip(made, parts, strict=True))
+    if is_same and not replica.owns(value):
         return value
     return unflatten(spec, made)
