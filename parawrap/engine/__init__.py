@@ -16,19 +16,22 @@ How a call runs::
      │            they differ, bring the replicas up to date                  replicas.py
      │                                                                        parameter_copies.py
      ├─ scatter   cut the arguments into one shard per lane, and note what    cut.py
-     │            each lane has borrowed                                      borrowed.py
+     │            each lane has borrowed                                      placed_call.py
+     │                                                                        borrowed.py
      ├─ apply     run every shard in its lane; the caller runs lane 0's,      lanes.py
      │            and each that no lane has begun; in turns, one thread
      │            runs all shards of a device
-     ├─ gather    join the changes of arguments and the outputs on the        join.py, borrowed.py
-     │            output device; copy what lanes keep                         hand_over.py
+     ├─ gather    join the changes of arguments and the outputs on the        join.py
+     │            output device; copy what lanes keep                         placed_call.py
+     │                                                                        hand_over.py
      └─ settle    refuse, give back, or put back what forward wrote into      forward_writes.py
                   the model; enter the changes into the caller's arguments    lent_containers.py
 
 `Calls.call` in `call.py` takes these steps, and `Calls._decide_turns` decides which shards run one
-after another. Whole calls (`map`, `submit`) and calls in workers take them too:
-`WholeCall` in `whole_call.py`, `WorkerSession.call` in `workers/worker_session.py`, and
-`ModelServer.answer` in `workers/worker.py`.
+after another. Begin with `call.py`, whose first lines name the functions in order, then read
+`lanes.py`. Whole calls (`map`, `submit`) and calls in workers take the same steps: `WholeCall` in
+`whole_call.py`, `WorkerSession.call` in `workers/worker_session.py`, and `ModelServer.answer` in
+`workers/worker.py`.
 
 - A call is decided from the call alone: from its arguments, the options of the block, the model,
   and the modes of torch. It never depends on earlier calls, on a measured time, on two equal

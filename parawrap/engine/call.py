@@ -227,7 +227,9 @@ class Calls:
                             pass
                 if not replicas.state.is_current():
                     self.refresh()
-                    if not replicas.state.lanes:  # such as a lazy layer without a shape yet
+                    if not replicas.state.lanes:
+                        # Such as for a lazy layer, which gets its shape in this call. Other threads
+                        # wait for it: two of them at once would both give it one
                         return self.run_plainly(entry, args, kwargs)
                 plan, flat = planned
                 return self._call_in_lanes(entry, plan, flat, (args, kwargs))
@@ -362,7 +364,7 @@ class Calls:
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the target itself in this thread.
 
-        No lock is held meanwhile: plain calls are as safe in threads as the model is by itself.
+        It takes no lock: plain calls are as safe in threads as the model is by itself.
         """
         if here.lane is not None:
             return entry.plain(*args, **kwargs)
@@ -464,14 +466,17 @@ class Calls:
             if draws_from_generator(leaves):
                 return "all"
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        learns = torch.is_grad_enabled() and True in map(_requires_grad, survey.params)
-        if learns and self._warns_of_turns and getattr(self.target, "training", True) is False:
-            self._warns_of_turns = False
-            warn_caller(_TURNS)
+        learns = torch.is_grad_enabled() and any(map(_requires_grad, survey.params))
+        if learns and self._warns_of_turns:
+            is_in_eval_mode = getattr(self.target, "training", True) is False
+            if is_in_eval_mode:
+                self._warns_of_turns = False
+                warn_caller(_TURNS)
+        # A profiler records the calling thread alone, which runs all parts of one group
         if torch.are_deterministic_algorithms_enabled() or profiler_runs():
             return "all"
         # A part that learns may draw random numbers that checkpointing recomputes
-        learns = learns or True in map(_requires_grad, tensors)
+        learns = learns or any(map(_requires_grad, tensors))
         return "device" if learns and self.lanes.share_devices else None
 
     def _is_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -66,6 +66,7 @@ class Session(Calls):
         if not self.is_ready():
             return None
         replicas = self.replicas
+        # No cut call runs meanwhile. The next one sees the flag, and waits for whole calls
         with self._lock:
             self.runs_whole_calls = True
             if not replicas.state.is_current():
@@ -120,7 +121,7 @@ class Session(Calls):
 
     def send(self, call: WholeCall) -> None:
         """Queue a call; under a profiler, which records the calling thread alone, run it here."""
-        # What `prepare` returns is copied to the lane's device in the lane
+        # `prepare` makes the arguments in the lane, so nothing can be read of them here
         is_computed = call.ready.prepares is not None
         is_on_cpu = self.stays_on_cpu and (is_computed or _are_on_cpu(call.args, call.kwargs))
         if not is_on_cpu:
@@ -195,7 +196,7 @@ class ThreadStream:
         self._entry = entry
         self._prepare = prepare
         self._ready: Ready | None = None
-        # One lane tells how long batches take, since the stream began
+        # One lane shows how long batches take, since the stream began
         self._lane = session.lanes.all[0]
         self._tasks, self._busy_ns = self._lane.tasks, self._lane.busy_ns
 

@@ -194,6 +194,7 @@ class WholeCall:
         self.args, self.kwargs, self.staged = (), {}, None
         if self.future is not None:
             self._land(self.future)
+        # Before the function of `_tell`, which may read the outcome at once
         self.ended.release()
         if self._tell is not None:
             self._tell_of_end(self._tell)
@@ -224,6 +225,7 @@ class WholeCall:
         """Wait for the call, and return its output or raise its error, once."""
         self.ended.acquire()
         error, output = self._error, self._output
+        # Only the reader owns the output from here on
         self._error = self._output = None
         if self.reached:
             # Also after an error: work that was queued before it may still read the model
@@ -254,6 +256,7 @@ class WholeCall:
     def _land(self, future: LaneFuture) -> None:
         """Give the outcome to the future, whose callbacks run in this thread."""
         try:
+            # First: a thread that waits for the result reads the events as soon as it is set
             future.reached = self.reached
             if self._error is None:
                 future.set_result(self._output)
@@ -270,6 +273,7 @@ class WholeCall:
         """Run the call in the modes of the caller, and return the output."""
         calls, ready, args = self.calls, self.ready, self.args
         state = calls.replicas.state
+        # Another call may have refreshed the replicas since `ready` was read
         if not state.lanes or ready.state.generation != state.generation:
             raise ReplicaError(CHANGED)
         is_on_cpu = self.moment is None
@@ -355,7 +359,10 @@ class WholeCall:
 
 
 class Staged:
-    """The arguments of a whole call on the lane's device, borrowed from the caller."""
+    """The arguments of a whole call on the lane's device, borrowed from the caller.
+
+    A `PlacedCall` does the same for the shards of a cut call.
+    """
 
     def __init__(self, call: WholeCall, device: torch.device) -> None:
         """Copy the arguments of `call` to the device, in their place."""
