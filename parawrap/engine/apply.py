@@ -33,14 +33,16 @@ def apply_tasks(
         BaseException: If a lane fails: the error of the first such lane, with a note on lane and
             device. All other lanes have finished.
     """
-    if turns is None and (torch.are_deterministic_algorithms_enabled() or profiler_runs()):
-        turns = "all"
-    elif turns is None and lanes.share_devices:
-        learns = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-        turns = "device" if learns else None
+    if turns is None:
+        if torch.are_deterministic_algorithms_enabled() or profiler_runs():
+            turns = "all"
+        elif lanes.share_devices:
+            tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+            learns = any(tensor.requires_grad for tensor in tensors)
+            turns = "device" if learns else None
     devices = [lane.device for lane in lanes.all[: len(tasks)]]
     moments = moments_of(devices, (home, output_device, *map(device_of, leaves)))
-    # Lanes that run one after another draw in order, which is no reason for a warning
+    # Lanes that run one after another draw in order, which needs no warning
     draws = lanes.read_draws() if turns is None else None
     outputs, errors = lanes.run(tasks, turns, home, moments)
     if errors:
@@ -92,7 +94,8 @@ def note_fixed_devices(
         device = devices[shard % len(devices)]
         is_away = home is not None and device != home
         # torch has no class for this error
-        if is_away and isinstance(error, RuntimeError) and "device" in str(error):
+        is_of_devices = isinstance(error, RuntimeError) and "device" in str(error)
+        if is_away and is_of_devices:
             add_note(
                 error,
                 f"the lane works on {device}, and the model lies on {home}. In forward, make "

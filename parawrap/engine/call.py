@@ -477,7 +477,8 @@ class Calls:
             return "all"
         # A part that learns may draw random numbers that checkpointing recomputes
         learns = learns or any(map(_requires_grad, tensors))
-        return "device" if learns and self.lanes.share_devices else None
+        takes_turns = learns and self.lanes.share_devices
+        return "device" if takes_turns else None
 
     def _is_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True if the target, the arguments, and the output are on the device of the first lane."""
@@ -530,7 +531,8 @@ class Calls:
             return None
         places = (self.output_device, home, *map(device_of, flat.leaves), *self.devices)
         device = next(filter(None, places))
-        return None if self.stays_on_cpu and device.type == "cpu" else device
+        stays_there = self.stays_on_cpu and device.type == "cpu"
+        return None if stays_there else device
 
     # Gather
 
@@ -581,8 +583,9 @@ class Probe:
         self._plan = plan
         self._probed = state.edition.probed
         self._contents: list[Any] | None = None
-        # Of the first plan alone, unless the code is known to write: a sum of all parameters
-        if may_write and (not self._probed or state.survey.writes_data):
+        # A sum of each parameter takes time: for the first plan alone, if no code writes ``.data``
+        looks_at_contents = not self._probed or state.survey.writes_data
+        if may_write and looks_at_contents:
             self._contents = calls.replicas.read_contents()
         # In turns, lanes draw in order
         self._draws = calls.lanes.read_draws() if turns is None else None
@@ -609,21 +612,20 @@ def must_run_plainly(backend: Backend) -> bool:
         is_device = (isinstance(mode, DeviceContext) for mode in function_modes())
         if not all(is_device):
             return True
-    return (
-        # Tracers and compilers record what one thread does
-        tracing_state() is not None
-        # Dispatch modes (a FLOP counter, fake tensors) live in one thread
-        or count_dispatch_modes() > 0
-        # Hooks on saved tensors depend on the order of their calls
-        or saved_tensor_hooks(False) is not None
-        # Transforms of functorch live in one thread
-        or functorch_level() is not None
-        # Copies of parameters lose the tangents of forward-mode autograd
-        or forward_ad_level() >= 0
-        or torch.compiler.is_compiling()
-        # A CUDA graph records one thread
-        or (backend.type != "cpu" and backend.is_capturing())
-    )
+    # Tracers and compilers record what one thread does
+    if tracing_state() is not None or torch.compiler.is_compiling():
+        return True
+    # Dispatch modes (a FLOP counter, fake tensors) and transforms of functorch live in one thread
+    if count_dispatch_modes() > 0 or functorch_level() is not None:
+        return True
+    # Hooks on saved tensors depend on the order of their calls
+    if saved_tensor_hooks(False) is not None:
+        return True
+    # Copies of parameters lose the tangents of forward-mode autograd
+    if forward_ad_level() >= 0:
+        return True
+    # A CUDA graph records one thread
+    return backend.type != "cpu" and backend.is_capturing()
 
 
 def _is_on_cpu(leaf: Any) -> bool:

@@ -90,8 +90,10 @@ def moments_of(
 def wait_for_moment(moment: Moment) -> None:
     """Have the calling thread's streams come after a moment, of whichever thread."""
     for device, mark in moment.items():
+        if mark is None or mark.event is None:
+            continue
         stream = backend_of(device.type).stream(device)
-        if stream is not None and mark is not None and mark.event is not None:
+        if stream is not None:
             stream.wait_event(mark.event)
 
 
@@ -196,7 +198,8 @@ class LaneStreams:
         # dropped, and ends the block itself.
         with ExitStack() as active:
             for device in devices:
-                active.enter_context(backend_of(device.type).activate(device, streams.get(device)))
+                backend = backend_of(device.type)
+                active.enter_context(backend.activate(device, streams.get(device)))
             if has_own_streams:
                 # No event orders a cached cast after the kernel of another lane that wrote it.
                 active.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())

@@ -86,7 +86,7 @@ def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) ->
     names: dict[str, None] = {}  # a set that keeps the order
     written_attributes: dict[str, str] = {}  # the last one's name, by the path of its module
     for replica in used:
-        if not replica.is_dirty:
+        if not replica.is_dirty:  # a look after the call has found nothing
             continue
         for change in replica.snapshot.changes():
             place, key = change.place, change.key

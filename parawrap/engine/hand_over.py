@@ -81,6 +81,7 @@ def _hand_over_leaf(value: Any, replica: Replica) -> Any:
 
 def _copy_object(value: Any, reached: list[Any], replica: Replica) -> Any:
     """Return a copy of an object around its tensors. Layers in it stay the lane's."""
+    # `copy.deepcopy` takes an object from the memo in place of a copy
     memo: dict[int, Any] = {}
     for each in reached:
         if isinstance(each, torch.Tensor):

@@ -348,10 +348,11 @@ class Lanes:
         first = groups.pop(0)
         before = torch.get_num_threads()
         # Lanes at the same time share the cores. The count is that of the calling thread
-        sets_threads = bool(groups) and self._threads is not None and self._threads != before
+        count = self._threads if groups else None
+        sets_threads = count is not None and count != before
         try:
             if sets_threads:
-                torch.set_num_threads(self._threads)  # type: ignore[arg-type]
+                torch.set_num_threads(count)  # type: ignore[arg-type]
             self._run_parts(parts, first, [*groups])
         finally:
             if sets_threads:
@@ -387,7 +388,8 @@ class Lanes:
             for index in reversed(others):  # the last lane was woken last
                 group = parts.groups.pop(index, None)
                 if group is not None:
-                    parts.modes.run(partial(parts.run, group), self.all[index].device, home)
+                    other = self.all[index]
+                    parts.modes.run(partial(parts.run, group), other.device, home)
             parts.done.acquire()
         except BaseException:
             parts.drop()
@@ -587,7 +589,8 @@ class Modes(NamedTuple):
         the lane's device. No default device is the CPU, so the same holds for a model on the CPU.
         """
         default_device = self.default_device
-        if home is not None and device != home and (default_device or _CPU) == home:
+        is_away = home is not None and device != home
+        if is_away and (default_device or _CPU) == home:
             default_device = device
         context = self.context.copy()  # a context can be entered by one thread at a time
         # torch changes the mode when it makes the guard, whose exit restores the grad mode too. If

@@ -51,6 +51,7 @@ class PlacedCall:
         self.plan = plan
         self.flat = flat
         self.columns = columns
+        # Of full length from the start, so that a lane only replaces an item
         self.shards = [_NOT_PLACED] * len(plan.sizes)
         self.device = device
         self._replicas = replicas  # one per lane; there may be more parts
@@ -71,6 +72,7 @@ class PlacedCall:
     def join_outputs(self, outputs: Sequence[Any], kind: str) -> Any:
         """Return the joined outputs of the lanes, which are on that kind of device."""
         if self.device is not None:
+            # Made on the lanes' streams, and read on the caller's from here on
             record_use(flatten(outputs)[0])
         # With join="list", each lane's output stays as it is
         if self._borrowed is not None and self._rules.join != "list":
@@ -104,9 +106,11 @@ class PlacedCall:
         shared: dict[int, Any] = {}
         for leaf in self.plan.whole(self.flat):
             shared[id(leaf)] = leaf
+            # Forward sees the value alone, and may return it
             if isinstance(leaf, WholeLeaf):
                 shared[id(leaf.value)] = leaf.value
         found = []
+        # Part i ran in lane ``i % lanes``
         for shard, replica in zip(self.shards, cycle(self._replicas), strict=False):
             found.append(partial(_find_original, {**shared, **shard.origins}, replica))
         return found

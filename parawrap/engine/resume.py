@@ -158,9 +158,10 @@ class OutputFolder:
         Raises:
             ResumeError: If an earlier run had more batches.
         """
-        names = [file.stem for file in self._path.glob(f"*{_SUFFIX}")]
-        # Other names are files of the user.
-        last = max((int(name) for name in names if name.isdigit()), default=-1)
+        last = -1
+        for file in self._path.glob(f"*{_SUFFIX}"):
+            if file.stem.isdigit():  # other names are files of the user
+                last = max(last, int(file.stem))
         if last >= batches:
             msg = (
                 f"the source ended after {batches} batches, but {self._path} holds the output of "
@@ -294,9 +295,11 @@ def _without_neighbors(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.requires_grad:
         msg = "it has a gradient, which a folder cannot keep"
         raise ValueError(msg)
-    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not vars(tensor)
-    is_part = is_plain and tensor.untyped_storage().nbytes() > tensor.nbytes
-    return tensor.clone() if is_part else tensor
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return tensor
+    is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
+    has_attributes = bool(vars(tensor))  # a clone would lose them
+    return tensor.clone() if is_part and not has_attributes else tensor
 
 
 @contextmanager

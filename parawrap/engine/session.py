@@ -79,9 +79,11 @@ class Session(Calls):
             prepares, prepare_draws = None, False
             if prepare is not None:
                 prepares, prepare_draws = replicas.copy_for_lanes(prepare)
-            may_write = not state.edition.is_quiet or prepare is not None or any(global_hooks)
+            brings_code = prepare is not None or any(global_hooks)
+            may_write = brings_code or not state.edition.is_quiet
+            looks_at_contents = not state.edition.is_checked or survey.writes_data
             first = None
-            if may_write and (not state.edition.is_checked or survey.writes_data):
+            if may_write and looks_at_contents:
                 first = FirstCall(replicas)
                 state.edition.is_checked = True
             is_quiet = not may_write and not self.recorder.traces and self.rules.keep_single

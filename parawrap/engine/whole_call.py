@@ -276,8 +276,9 @@ class WholeCall:
         # Another call may have refreshed the replicas since `ready` was read
         if not state.lanes or ready.state.generation != state.generation:
             raise ReplicaError(CHANGED)
-        is_on_cpu = self.moment is None
-        if is_on_cpu and ready.is_quiet and not self.kwargs and TENSORS.issuperset(map(type, args)):
+        is_simple = self.moment is None and not self.kwargs
+        writes_nothing = ready.is_quiet and TENSORS.issuperset(map(type, args))
+        if is_simple and writes_nothing:
             replica = state.lanes[lane.index]
             replica.are_tensors_held = True  # by a graph
             output = self.entry.of(replica.target)(*args)
@@ -295,7 +296,7 @@ class WholeCall:
 
     def _run_on(self, lane: Lane) -> Any:
         """Run the model on the arguments of the call, and return the caller's output."""
-        calls, ready = self.calls, self.ready
+        calls, entry, ready = self.calls, self.entry, self.ready
         replicas = calls.replicas
         replica = replicas.state.lanes[lane.index]
         replicas.prepare(replica)
@@ -311,9 +312,9 @@ class WholeCall:
             record_use(flatten((self.args, self.kwargs))[0])
         record = None
         if calls.recorder.traces:
-            record = partial(calls.recorder.record, self.entry.method, self.entry.batch, self.rows)
+            record = partial(calls.recorder.record, entry.method, entry.batch, self.rows)
         contents = None if ready.first is None else ready.first.read_contents()
-        function = self.entry.of(replica.target)
+        function = entry.of(replica.target)
         output = record_call(record, lane.index, function, *self.args, **self.kwargs)
         lane.whole_calls += 1
         if staged is None:
@@ -348,7 +349,8 @@ class WholeCall:
             prepare = self.ready.prepares[lane.index]
             replica = calls.replicas.state.lanes[lane.index]
             replica.are_tensors_held = True  # `prepare` may have parts of the lane
-            self.args, self.kwargs = as_call(record_call(record, lane.index, prepare, *self.args))
+            made = record_call(record, lane.index, prepare, *self.args)
+            self.args, self.kwargs = as_call(made)
         cutter = calls.cutters[entry.method]
         if self.args and type(self.args[0]) is torch.Tensor:
             self.rows = cutter.rows(self.args)
