@@ -2,14 +2,14 @@
 
 Read it in this order; each function names the steps of the package's docstring that it takes::
 
-    Stub.__call__           find the calls of the block that the stub belongs to
-    Calls.call              plain?, plan, current?
-      must_run_plainly      plain?
-      Calls._plan           plan: look it up (`cut.py`)
-    Calls._call_in_lanes    scatter, apply, gather, settle
-      Calls._decide_turns   which parts run one after another
-      Lanes.run             apply (`lanes.py`)
-      Calls._cat_rows       gather rows of one tensor, the usual output
+    Stub.__call__             find the calls of the block that the stub belongs to
+      Calls.call              plain?, plan, current?
+        must_run_plainly      plain?
+        Calls._plan           plan: look it up (`cut.py`)
+        Calls._call_in_lanes  scatter, apply, gather, settle
+          Calls._decide_turns which parts run one after another
+          Lanes.run           apply (`lanes.py`)
+          Calls._cat_rows     gather rows of one tensor, the usual output
 
 A call of tensors on the CPU, as most are, enters no other function of this file. Any other call
 gets a `PlacedCall` (`placed_call.py`) for scatter and gather. The first call of a plan, and the
@@ -228,8 +228,8 @@ class Calls:
                 if not replicas.state.is_current():
                     self.refresh()
                     if not replicas.state.lanes:
-                        # Such as for a lazy layer, which gets its shape in this call. Other threads
-                        # wait for it: two of them at once would both give it one
+                        # Such as for a lazy layer, which gets its shape in this call. The calls of
+                        # other threads wait for it: two at once would both give it one
                         return self.run_plainly(entry, args, kwargs)
                 plan, flat = planned
                 return self._call_in_lanes(entry, plan, flat, (args, kwargs))
@@ -259,6 +259,17 @@ class Calls:
         if len(plan.sizes) == 1 and self._is_here(args, kwargs):
             return None
         return plan, flat
+
+    def _is_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if the target, the arguments, and the output are on the device of the first lane."""
+        if self._has_only_cpu:
+            return True
+        device = self.devices[0]
+        if not kwargs and TENSORS.issuperset(map(type, args)):
+            places = {self.output_device, *map(_device_of, args)}
+        else:
+            places = {self.output_device, *map(device_of, flatten((args, kwargs))[0])}
+        return places <= {None, device} and self.replicas.is_at_home(device)
 
     def _call_in_lanes(
         self, entry: Entry, plan: ShardPlan, flat: FlatCall, given: tuple[Any, ...]
@@ -361,6 +372,113 @@ class Calls:
             lane.rows += rows
         return output
 
+    def _decide_turns(self, leaves: Sequence[Any], only_tensors: bool) -> str | None:
+        """Return the parts that run one after another: "all", those of each "device", or None.
+
+        Parts of a device take turns if gradients or random numbers need an order. Arguments that
+        require gradients count without gradients too: a reentrant checkpoint runs forward without,
+        and once more with them.
+        """
+        survey = self.replicas.state.survey
+        if survey.in_turns or survey.generators:
+            return "all"
+        tensors = leaves
+        if not only_tensors:
+            if draws_from_generator(leaves):
+                return "all"
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        learns = torch.is_grad_enabled() and any(map(_requires_grad, survey.params))
+        if learns and self._warns_of_turns:
+            is_in_eval_mode = getattr(self.target, "training", True) is False
+            if is_in_eval_mode:
+                self._warns_of_turns = False
+                warn_caller(_TURNS)
+        # A profiler records the calling thread alone, which runs all parts of one group
+        if torch.are_deterministic_algorithms_enabled() or profiler_runs():
+            return "all"
+        # A part that learns may draw random numbers that checkpointing recomputes
+        learns = learns or any(map(_requires_grad, tensors))
+        takes_turns = learns and self.lanes.share_devices
+        return "device" if takes_turns else None
+
+    def _cat_rows(
+        self,
+        outputs: list[Any],
+        plan: ShardPlan,
+        columns: Sequence[Sequence[Any]],
+        leaves: Sequence[Any],
+    ) -> torch.Tensor | None:
+        """Return outputs on the CPU next to each other; None for other outputs than such rows.
+
+        Each must be a plain tensor with the rows of its shard. Parts of one argument are that
+        argument.
+        """
+        dim, sizes = self.rules.row_dim_of_tensor, plan.sizes
+        if dim is None or not TENSOR.issuperset(map(type, outputs)):
+            return None
+        if outputs[0].is_quantized or len({*map(_form_of, outputs)}) > 1:
+            return None
+        # Autocast would cast the outputs; attributes of a tensor are joined one by one
+        if any(map(_attributes_of, outputs)) or torch.is_autocast_enabled("cpu"):
+            return None
+        for leaf, column, cut_on in zip(leaves, columns, plan.dims, strict=True):
+            if outputs[0] is column[0] and cut_on == dim and all(map(is_, outputs, column)):
+                return leaf  # type: ignore[no-any-return]
+        # Nested tensors, tensors without that dim, and tensors of other shapes raise
+        with suppress(RuntimeError, IndexError):
+            rows = map(itemgetter(dim), map(_shape_of, outputs))
+            has_rows = (*rows,) == sizes
+            # The larger sizes come first, so these two are equal only if all are
+            is_proven = sizes[0] != sizes[-1] or not self.rules.needs_proof
+            if has_rows and is_proven:
+                return torch.cat(outputs, dim)
+        return None
+
+    # Other arguments than tensors on the CPU, and other devices
+
+    def _make_tasks(self, entry: Entry, placed: PlacedCall) -> Sequence[Callable[[], Any]]:
+        """Return one task per part, which places its shard in its lane, and runs it there."""
+        run = partial(self._run_part, entry, placed)
+        sizes = placed.plan.sizes
+        if not self.recorder.traces:
+            return [partial(run, index) for index in range(len(sizes))]
+        tasks = []
+        for index, rows in enumerate(sizes):
+            record = partial(self.recorder.record, entry.method, entry.batch, rows)
+            tasks.append(partial(record_call, record, index % self.lanes.count, run, index))
+        return tasks
+
+    def _run_part(self, entry: Entry, placed: PlacedCall, index: int) -> Any:
+        replicas, count = self.replicas, self.lanes.count
+        replica = replicas.state.lanes[index % count]
+        if index >= count:
+            # The lane has run another part of this call, and this one starts from the model
+            replica.is_dirty = not replica.snapshot.is_same()
+            replicas.prepare(replica)
+        device = self.devices[index % count]
+        shard = placed.plan.place(placed.flat, placed.columns, index, device)
+        placed.shards[index] = shard
+        return entry.of(replica.target)(*shard.args, **shard.kwargs)
+
+    def _read_moments(self, leaves: Sequence[Any], count: int) -> Sequence[Moment]:
+        """Return the caller's moment for each of so many lanes; none if all is on the CPU."""
+        if self.stays_on_cpu and all(map(_is_on_cpu, leaves)):
+            return ()
+        sources = (self.replicas.state.home, self.output_device, *map(device_of, leaves))
+        return moments_of(self.devices[:count], sources)
+
+    def _output_place(self, flat: FlatCall) -> torch.device | None:
+        """Return the device of outputs; None if the lanes leave them there, on the CPU."""
+        home = self.replicas.state.home
+        if self.stays_on_cpu and (flat.on_cpu or home is not None):
+            return None
+        places = (self.output_device, home, *map(device_of, flat.leaves), *self.devices)
+        device = next(filter(None, places))
+        stays_there = self.stays_on_cpu and device.type == "cpu"
+        return None if stays_there else device
+
+    # Calls that are not cut
+
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the target itself in this thread.
 
@@ -382,30 +500,6 @@ class Calls:
         with self._counting:
             self.plain_calls += 1
         return output if self.rules.keep_single else join([output], (1,), self.rules)
-
-    def wait_for_cut_call(self) -> None:
-        """Wait until the cut call that holds whole calls back has ended."""
-        with self._lock:
-            pass
-
-    def is_ready(self) -> bool:
-        """True if a call of this thread may go to the lanes.
-
-        Not inside a lane, after `close`, or while the thread is traced.
-        """
-        is_open = here.lane is None and self.lanes.is_alive
-        return is_open and not must_run_plainly(self.lanes.backend)
-
-    def refresh(self) -> None:
-        """Bring the replicas up to date with the model, while no lane runs.
-
-        Raises:
-            ReplicaError: If the model cannot be copied.
-        """
-        with self._lock:
-            self.lanes.run_idle(self.replicas.refresh, self.replicas.state.home)
-            places = (*self.devices, self.output_device, self.replicas.state.home)
-            self.stays_on_cpu = all(place is None or place.type == "cpu" for place in places)
 
     def apply_replicas(
         self, entry: Entry, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
@@ -451,123 +545,31 @@ class Calls:
             home = self.replicas.state.home
             return apply_tasks(self.lanes, tasks, leaves, turns, home, self.output_device)
 
-    def _decide_turns(self, leaves: Sequence[Any], only_tensors: bool) -> str | None:
-        """Return the parts that run one after another: "all", those of each "device", or None.
+    # For whole calls (`session.py`)
 
-        Parts of a device take turns if gradients or random numbers need an order. Arguments that
-        require gradients count without gradients too: a reentrant checkpoint runs forward without,
-        and once more with them.
+    def is_ready(self) -> bool:
+        """True if a call of this thread may go to the lanes.
+
+        Not inside a lane, after `close`, or while the thread is traced.
         """
-        survey = self.replicas.state.survey
-        if survey.in_turns or survey.generators:
-            return "all"
-        tensors = leaves
-        if not only_tensors:
-            if draws_from_generator(leaves):
-                return "all"
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        learns = torch.is_grad_enabled() and any(map(_requires_grad, survey.params))
-        if learns and self._warns_of_turns:
-            is_in_eval_mode = getattr(self.target, "training", True) is False
-            if is_in_eval_mode:
-                self._warns_of_turns = False
-                warn_caller(_TURNS)
-        # A profiler records the calling thread alone, which runs all parts of one group
-        if torch.are_deterministic_algorithms_enabled() or profiler_runs():
-            return "all"
-        # A part that learns may draw random numbers that checkpointing recomputes
-        learns = learns or any(map(_requires_grad, tensors))
-        takes_turns = learns and self.lanes.share_devices
-        return "device" if takes_turns else None
+        is_open = here.lane is None and self.lanes.is_alive
+        return is_open and not must_run_plainly(self.lanes.backend)
 
-    def _is_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True if the target, the arguments, and the output are on the device of the first lane."""
-        if self._has_only_cpu:
-            return True
-        device = self.devices[0]
-        if not kwargs and TENSORS.issuperset(map(type, args)):
-            places = {self.output_device, *map(_device_of, args)}
-        else:
-            places = {self.output_device, *map(device_of, flatten((args, kwargs))[0])}
-        return places <= {None, device} and self.replicas.is_at_home(device)
+    def wait_for_cut_call(self) -> None:
+        """Wait until the cut call that holds whole calls back has ended."""
+        with self._lock:
+            pass
 
-    # Calls with other arguments than tensors on the CPU, and on other devices
+    def refresh(self) -> None:
+        """Bring the replicas up to date with the model, while no lane runs.
 
-    def _make_tasks(self, entry: Entry, placed: PlacedCall) -> Sequence[Callable[[], Any]]:
-        """Return one task per part, which places its shard in its lane, and runs it there."""
-        run = partial(self._run_part, entry, placed)
-        sizes = placed.plan.sizes
-        if not self.recorder.traces:
-            return [partial(run, index) for index in range(len(sizes))]
-        tasks = []
-        for index, rows in enumerate(sizes):
-            record = partial(self.recorder.record, entry.method, entry.batch, rows)
-            tasks.append(partial(record_call, record, index % self.lanes.count, run, index))
-        return tasks
-
-    def _run_part(self, entry: Entry, placed: PlacedCall, index: int) -> Any:
-        replicas, count = self.replicas, self.lanes.count
-        replica = replicas.state.lanes[index % count]
-        if index >= count:
-            # The lane has run another part of this call, and this one starts from the model
-            replica.is_dirty = not replica.snapshot.is_same()
-            replicas.prepare(replica)
-        device = self.devices[index % count]
-        shard = placed.plan.place(placed.flat, placed.columns, index, device)
-        placed.shards[index] = shard
-        return entry.of(replica.target)(*shard.args, **shard.kwargs)
-
-    def _read_moments(self, leaves: Sequence[Any], count: int) -> Sequence[Moment]:
-        """Return the caller's moment for each of so many lanes; none if all is on the CPU."""
-        if self.stays_on_cpu and all(map(_is_on_cpu, leaves)):
-            return ()
-        sources = (self.replicas.state.home, self.output_device, *map(device_of, leaves))
-        return moments_of(self.devices[:count], sources)
-
-    def _output_place(self, flat: FlatCall) -> torch.device | None:
-        """Return the device of outputs; None if the lanes leave them there, on the CPU."""
-        home = self.replicas.state.home
-        if self.stays_on_cpu and (flat.on_cpu or home is not None):
-            return None
-        places = (self.output_device, home, *map(device_of, flat.leaves), *self.devices)
-        device = next(filter(None, places))
-        stays_there = self.stays_on_cpu and device.type == "cpu"
-        return None if stays_there else device
-
-    # Gather
-
-    def _cat_rows(
-        self,
-        outputs: list[Any],
-        plan: ShardPlan,
-        columns: Sequence[Sequence[Any]],
-        leaves: Sequence[Any],
-    ) -> torch.Tensor | None:
-        """Return outputs on the CPU next to each other; None for other outputs than such rows.
-
-        Each must be a plain tensor with the rows of its shard. Parts of one argument are that
-        argument.
+        Raises:
+            ReplicaError: If the model cannot be copied.
         """
-        dim, sizes = self.rules.row_dim_of_tensor, plan.sizes
-        if dim is None or not TENSOR.issuperset(map(type, outputs)):
-            return None
-        if outputs[0].is_quantized or len({*map(_form_of, outputs)}) > 1:
-            return None
-        # Autocast would cast the outputs; attributes of a tensor are joined one by one
-        if any(map(_attributes_of, outputs)) or torch.is_autocast_enabled("cpu"):
-            return None
-        for leaf, column, cut_on in zip(leaves, columns, plan.dims, strict=True):
-            if outputs[0] is column[0] and cut_on == dim and all(map(is_, outputs, column)):
-                return leaf  # type: ignore[no-any-return]
-        # Nested tensors, tensors without that dim, and tensors of other shapes raise
-        with suppress(RuntimeError, IndexError):
-            rows = map(itemgetter(dim), map(_shape_of, outputs))
-            has_rows = (*rows,) == sizes
-            # The larger sizes come first, so these two are equal only if all are
-            is_proven = sizes[0] != sizes[-1] or not self.rules.needs_proof
-            if has_rows and is_proven:
-                return torch.cat(outputs, dim)
-        return None
+        with self._lock:
+            self.lanes.run_idle(self.replicas.refresh, self.replicas.state.home)
+            places = (*self.devices, self.output_device, self.replicas.state.home)
+            self.stays_on_cpu = all(place is None or place.type == "cpu" for place in places)
 
 
 class Probe:
