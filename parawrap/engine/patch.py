@@ -127,30 +127,15 @@ class PatchedMethods:
         self._methods = methods
         self._stubs: dict[str, Stub] = {}
 
+    # No loop of Python in the two blocks below: see `Lanes.send`
+
     def install(self, calls: Any) -> None:
         """Send every call of the methods to the `call` of a session.
 
         This includes calls through any other reference to the module.
         """
-        module = self._module
         with _rewriting:
-            # Blocks on one module share one view, which the last of them closes.
-            if not isinstance(vars(module), PlainView):
-                PlainView.open(module)
-            own = vars(module)
-            # The module does not keep the session alive. Without a session, stubs call plainly.
-            find_calls = weakref.ref(calls)
-            for name in dict.fromkeys(self._methods):
-                plain = getattr(module, name)
-                stub = Stub(plain, dict.get(own, name, ABSENT), name)
-                of_class = getattr(type(module), name, None)
-                entry = Entry(partial(_call_plainly, module, stub, name, of_class), name)
-                # The stub has its route before another thread can call it.
-                stub._self_route = find_calls, entry
-                # Noted first: an interrupt after the second line must leave no stub that
-                # `uninstall` does not know.
-                self._stubs[name] = stub
-                dict.__setitem__(own, name, stub)
+            self._install(calls)
 
     def uninstall(self) -> None:
         """Restore the module.
@@ -158,29 +143,57 @@ class PatchedMethods:
         Other blocks on it go on, and what other code has put over a stub stays.
         """
         with _rewriting:
-            own = vars(self._module)
-            for name, stub in self._stubs.items():
-                # First: a thread that still holds the stub, or a wrapper over it, calls plainly.
-                stub._self_route = NOWHERE
-                top = dict.get(own, name)
-                under = stub._self_under
-                if top is stub and under is ABSENT:
-                    dict.pop(own, name)
-                elif top is stub:
-                    dict.__setitem__(own, name, under)
-                # Blocks may close in any order. A stub over this one now lies over what was under
-                # this one. This one keeps its own `under`, for a call that is walking the chain.
-                while type(top) is Stub:
-                    if top._self_under is stub:
-                        top._self_under = under
-                    top = top._self_under
-                # Under the names that other code has given the stub, the plain method stays
-                for other, value in [*dict.items(own)]:
-                    if value is stub:
-                        dict.__setitem__(own, other, stub.__wrapped__)
-            self._stubs = {}
-            if isinstance(own, PlainView) and not own.names_of_stubs():
-                own.close(self._module)
+            self._uninstall()
+
+    def _install(self, calls: Any) -> None:
+        module = self._module
+        # Blocks on one module share one view, which the last of them closes.
+        if not isinstance(vars(module), PlainView):
+            PlainView.open(module)
+        own = vars(module)
+        # The module does not keep the session alive. Without a session, stubs call plainly.
+        find_calls = weakref.ref(calls)
+        for name in dict.fromkeys(self._methods):
+            plain = getattr(module, name)
+            stub = Stub(plain, dict.get(own, name, ABSENT), name)
+            of_class = getattr(type(module), name, None)
+            entry = Entry(partial(_call_plainly, module, stub, name, of_class), name)
+            # The stub has its route before another thread can call it.
+            stub._self_route = find_calls, entry
+            # Noted first: an interrupt after the second line must leave no stub that `uninstall`
+            # does not know.
+            self._stubs[name] = stub
+            dict.__setitem__(own, name, stub)
+
+    def _uninstall(self) -> None:
+        own = vars(self._module)
+        for name, stub in self._stubs.items():
+            # First: a thread that still holds the stub, or a wrapper over it, calls plainly.
+            stub._self_route = NOWHERE
+            _remove_stub(own, name, stub)
+        self._stubs = {}
+        if isinstance(own, PlainView) and not own.names_of_stubs():
+            own.close(self._module)
+
+
+def _remove_stub(own: dict[str, Any], name: str, stub: Stub) -> None:
+    """Remove a stub from the ``__dict__`` of a module, wherever it lies."""
+    top, under = dict.get(own, name), stub._self_under
+    if top is stub and under is ABSENT:
+        dict.pop(own, name)
+    elif top is stub:
+        dict.__setitem__(own, name, under)
+    # Blocks may close in any order. A stub over this one now lies over what was under this one.
+    # This one keeps its own `under`, for a call that is walking the chain.
+    while type(top) is Stub:
+        if top._self_under is stub:
+            top._self_under = under
+        top = top._self_under
+    # Under the names that other code has given the stub, the plain method stays. The list is a
+    # copy, which is one step: other threads may set attributes.
+    for other, value in [*dict.items(own)]:
+        if value is stub:
+            dict.__setitem__(own, other, stub.__wrapped__)
 
 
 def _bring_late_writes(old: dict[str, Any], seen: dict[str, Any], new: dict[str, Any]) -> None:

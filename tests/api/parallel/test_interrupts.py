@@ -68,18 +68,26 @@ def check_calls(kind, step):
 def check_blocks(step):
     model = Writes().eval()
     before, expected, blocks = vars(model), model(X), []
+    other = nn.Linear(4, 2)
+
+    def use_another():
+        with parallel(other, THREE, out_dims=0):
+            return torch.no_grad()(other)(X)
 
     def use():
         blocks.append(parallel(model, THREE, out_dims=0))
         with blocks[-1]:
             model(X)
 
-    for moment in moments_of(use, step):
-        assert vars(model) is before, moment
-        assert not torch.is_grad_enabled(), moment
-        assert "forward" not in vars(model), moment
-        assert_close(model(X), expected, msg=moment)
-        blocks.clear()
+    with ThreadPoolExecutor(1) as another:
+        for moment in moments_of(use, step):
+            assert vars(model) is before, moment
+            assert not torch.is_grad_enabled(), moment
+            assert "forward" not in vars(model), moment
+            assert_close(model(X), expected, msg=moment)
+            # All blocks open and close under one lock
+            another.submit(use_another).result(PATIENCE_S)
+            blocks.clear()
 
 
 put_back = pytest.mark.filterwarnings("ignore:the model wrote", "ignore:parallel.*had no effect")
