@@ -27,11 +27,10 @@ How a call runs::
      └─ settle    refuse, give back, or put back what forward wrote into      forward_writes.py
                   the model; enter the changes into the caller's arguments    lent_containers.py
 
-`Calls.call` in `call.py` takes these steps, and `Calls._decide_turns` decides which shards run one
-after another. Begin with `call.py`, whose first lines name the functions in order, then read
-`lanes.py`. Whole calls (`map`, `submit`) and calls in workers take the same steps: `WholeCall` in
-`whole_call.py`, `WorkerSession.call` in `workers/worker_session.py`, and `ModelServer.answer` in
-`workers/worker.py`.
+Read `call.py` first: it begins with a list of the functions that take these steps, in order. Read
+`lanes.py` next. Whole calls (`map`, `submit`) and calls in workers take the same steps, in
+`whole_call.py`, in `WorkerSession.call` of `workers/worker_session.py`, and in `ModelServer.answer`
+of `workers/worker.py`.
 
 - A call is decided from the call alone: from its arguments, the options of the block, the model,
   and the modes of torch. It never depends on earlier calls, on a measured time, on two equal

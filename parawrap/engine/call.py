@@ -79,7 +79,7 @@ _TURNS = (
 
 
 def _find_no_calls() -> None:
-    """Stand for a weak reference whose object is gone, so a stub checks for None alone."""
+    """Stand for a weak reference to an object that is gone, so a stub checks for None alone."""
 
 
 NOWHERE: Any = (_find_no_calls, None)
@@ -89,9 +89,9 @@ NOWHERE: Any = (_find_no_calls, None)
 class Stub(wrapt.CallableObjectProxy[Callable[..., Any]]):
     """A method of a module inside a block. A copy or a pickle of it is one of the plain method.
 
-    It has the signature of the method. `name` is its place in the module's ``__dict__``, and
-    `under` what was there. Its route is a weak reference to the caller, and the entry of the
-    method.
+    It has the signature of the method. `name` is its key in the module's ``__dict__``, and `under`
+    the earlier value of that key. Its route is a weak reference to the calls of the block, and the
+    entry of the method.
     """
 
     # torch.compile breaks its graph here. torch.compiler.disable leaves the same marks
@@ -114,7 +114,7 @@ class Stub(wrapt.CallableObjectProxy[Callable[..., Any]]):
         # Past the view of the module's ``__dict__``, which hides the stubs (`patch.py`)
         top = dict.get(calls.target.__dict__, entry.method)
         if top is not self and not self._is_below(top):
-            # Somebody has put a wrapper over the stub, and the wrapper has called it. Replicas
+            # Other code has put a wrapper over the stub, and the wrapper has called it. Replicas
             # have the wrapper too, so in lanes it would run twice
             return calls.run_plainly(entry, args, kwargs)
         return calls.call(entry, args, kwargs)

@@ -123,7 +123,7 @@ def _refuse_layers(change: Change, name: str, replica: Replica) -> None:
     """Refuse layers and parameters that forward made or replaced."""
     known: set[int] = set()
     parts = [change.now]
-    if change.key is None:  # a whole list, whose items may have been in it before
+    if change.key is None:  # a whole list, and some of its items may have been in it before
         known = set(map(id, change.before))
         parts = change.now
     for part in parts:
@@ -198,7 +198,7 @@ def _give_back(survey: Survey, written: set[int], first: Replica) -> None:
             if value.device != tensor.device:
                 record_use([value])
             values.append(value)
-            # `data` has a version of its own: as quietly as C++ wrote the lane's buffer
+            # A write through `data` gives no new version, as the write in C++ gave none
             targets.append(tensor if is_seen else tensor.data)
         if targets:
             copy_all(targets, values)
@@ -284,7 +284,7 @@ def contents_of(tensor: torch.Tensor) -> Any:
     """Return the memory and a sum of a tensor, which also show writes through ``.data``."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return None
-    # The widest dtype, in which a small change of one element still changes the sum
+    # The widest dtype, so that a small change of one element still changes the sum
     dtype = None
     if tensor.is_floating_point():
         dtype = torch.float64

@@ -73,7 +73,7 @@ def _hand_over_leaf(value: Any, replica: Replica) -> Any:
         if is_layer or isinstance(each, _CODE):
             # It may call a layer later, so the replica stays whole for as long as the output lives
             replica.is_lent = True
-        # Layers stay the lane's also in a copy, so they are no reason for one
+        # Layers stay the lane's also in a copy, so they do not need one
         if not is_layer and not has_parts_of_lane:
             has_parts_of_lane = replica.owns(each)
     return _copy_object(value, reached, replica) if has_parts_of_lane else value
@@ -109,7 +109,7 @@ def _reach(value: Any) -> Iterator[Any]:
     while waiting:
         each = waiting.pop()
         has_no_parts = type(each) in _WITHOUT_PARTS
-        # Classes and modules of Python are no lane's
+        # All lanes share the classes and modules of Python
         if id(each) in seen or has_no_parts or isinstance(each, (type, types.ModuleType)):
             continue
         seen[id(each)] = each

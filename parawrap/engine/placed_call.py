@@ -1,4 +1,4 @@
-"""A cut call whose lanes place their own shards, and the way of the outcome back to the caller.
+"""A cut call with shards that the lanes place themselves, and the join of its outcome.
 
 A call of tensors on the CPU alone needs none of this: `Calls` cuts and concatenates them itself.
 """
@@ -34,8 +34,8 @@ class PlacedCall:
         plan: How the call is cut.
         flat: The call taken apart.
         columns: The parts of each leaf, from `ShardPlan.columns`.
-        shards: One per part, as its lane has placed it. Each lane writes an item of its own, which
-            is one step, so parts need no lock.
+        shards: One per part, as its lane has placed it. No two lanes write the same item, and each
+            write is one step, so parts need no lock.
         device: The device of outputs; None if they stay where the lanes leave them, on the CPU.
     """
 

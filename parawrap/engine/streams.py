@@ -53,8 +53,8 @@ class StreamSize(NamedTuple):
 class Starter(Protocol):
     """Starts the batches of one stream. An error goes into the pending call of its batch.
 
-    `start` takes the number of the batch, the batch, and the function that is told of the end of
-    the call; None if nobody asks. It may be told before `start` returns.
+    `start` takes the number of the batch, the batch, and a function that gets the call when it has
+    ended, or None. The function may run before `start` returns.
 
     The starter may keep batches back until `flush`, which follows the last one, or until a result
     is read, or waited for. `wait_for_some` takes the batches in flight, oldest first, may wait for

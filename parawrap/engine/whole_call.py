@@ -127,8 +127,8 @@ class WholeCall:
     """A call that one lane runs whole: a future without the locks that a stream does not need.
 
     A `Future` makes a condition and takes it five times per call, which costs a stream 3 us of CPU
-    per batch. Here `ended` is locked until the outcome is there, and `_claim` belongs to the thread
-    that gets it first: a lane that runs the call, or a caller that cancels it.
+    per batch. Here `ended` is locked until the call has an outcome, and `_claim` belongs to the
+    thread that gets it first: a lane that runs the call, or a caller that cancels it.
     """
 
     __slots__ = (
@@ -170,7 +170,7 @@ class WholeCall:
         self._output: Any = None
         self._error: BaseException | None = None
         self.reached: list[Any] = []  # events that follow the work on its devices
-        # Given with the call, so there is no moment when the call has ended and nobody is told
+        # Given with the call, so that the call cannot end before it has the function
         self._tell = tell
         self._claim = threading.Lock()
         self.ended = threading.Lock()
@@ -249,8 +249,8 @@ class WholeCall:
         return True
 
     def _tell_of_end(self, tell: Tell) -> None:
-        """Tell that the call has ended. The thread that has the claim does so, once."""
-        self._tell = None  # what is told may hold the call, and a cycle would keep the output
+        """Report the end of the call, once, in the thread that has the claim."""
+        self._tell = None  # the function may hold the call, and a cycle would keep the output
         tell(self)
 
     def _land(self, future: LaneFuture) -> None:
