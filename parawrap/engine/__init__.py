@@ -96,6 +96,9 @@ columns.py          | values of all lanes at one place:    | engine/test_join_ou
 concatenate.py      | join tensors on the output device,   | engine/test_concatenate.py
                     | pad them; reduce numbers, or refuse  | engine/test_reduce_numbers.py
                     | them                                 |
+copy_checks.py      | repeat copies that another thread    | api/parallel/test_concurrency.py
+                    | disturbed; compare new replicas with | api/parallel/test_same_object.py
+                    | the model                            |
 cut.py              | plan which arguments are cut, cache  | engine/test_cut.py
                     | plans, scatter, write rows back      | engine/test_round_trip.py
                     |                                      | api/parallel/test_cut_and_join.py
@@ -103,6 +106,8 @@ cut_errors.py       | errors of calls that cannot be cut,  | engine/test_cut_err
                     | with the `in_dims` that settle them  | api/parallel/test_cures_of_calls.py
 device_streams.py   | streams of a lane, and the order of  | devices/test_lane_streams.py
                     | its work and the caller's            | cuda/test_memory.py
+edition.py          | facts that hold until the structure  | api/parallel/test_state.py
+                    | or a training flag changes           | api/parallel/test_modes.py
 fingerprint.py      | the weights and options of a target  | api/parallel/test_resume.py
                     | as a text, equal in every process    |
 flat_call.py        | a call taken apart: the row count or | api/parallel/test_cutting.py
@@ -136,7 +141,8 @@ lent_containers.py  | containers among arguments: what     | api/parallel/test_b
                     | into the caller's                    |
 model_state.py      | `ModelState.is_current`: compare the | api/parallel/test_freshness.py
                     | model with its state at the last     |
-                    | refresh                              |
+                    | refresh; `Snapshot`: what containers |
+                    | of a model or of a replica held      |
 output_place.py     | `OutputPlace`, `Cure`: one place of  | api/parallel/test_cures_of_outputs.py
                     | a refused output, its sizes          |
 parameter_copies.py | copies of parameters on other        | devices/test_parameter_copies.py

@@ -21,7 +21,8 @@ from parawrap._private_names import (
 )
 from parawrap.backends import record_use, warn_caller
 from parawrap.engine.batched_copies import lasting
-from parawrap.engine.model_state import Change, Edition
+from parawrap.engine.edition import Edition, is_written_unseen
+from parawrap.engine.model_state import Change
 from parawrap.engine.places import SIMPLE, Place
 from parawrap.engine.replica import Replica
 from parawrap.engine.survey import Survey
@@ -202,14 +203,6 @@ def _give_back(survey: Survey, written: set[int], first: Replica) -> None:
             targets.append(tensor if is_seen else tensor.data)
         if targets:
             copy_all(targets, values)
-
-
-def is_written_unseen(tensor: torch.Tensor) -> bool:
-    """True for a tensor that forward may write in training mode without a new version.
-
-    Batch norm writes its statistics so, in C++.
-    """
-    return tensor.ndim > 0 and tensor.is_floating_point()
 
 
 def _is_computed(place: Place, key: Any) -> bool:

@@ -1,70 +1,66 @@
 """The state of a model at its last refresh, and the one question: is the model still the same?
 
-`ModelState.is_current` is asked by cut calls, by streams, and by workers. Identities are compared,
-never values, in plain C loops: ``all(map(is_, ...))`` over what the containers of the model hold
-costs 15 ns per entry, a loop in Python ten times as much. The garbage collector could read the same
-entries faster, but on free-threaded Python it stops all threads.
+Cut calls, streams, and workers call `ModelState.is_current` before each call. It looks at the
+containers of the model (`Snapshot`), and at what these do not show: writes of tensors, moves to
+other devices, and the caller's streams. After a call, the snapshot of each replica shows what
+forward wrote.
 
-A `Snapshot` is what containers held at one moment. The model has one, and each replica has one,
-which shows what forward wrote.
+A snapshot compares identities, never values, in plain C loops: ``all(map(is_, ...))`` costs 15 ns
+per entry, a loop in Python ten times as much. The garbage collector could read the same entries
+faster, but on free-threaded Python it stops all threads. It looks at as little as shows every
+change:
+
+looked at                          | shows
+---------------------------------- | ---------------------------------------------------------
+entries of modules, by name        | another object at an attribute, or another table
+lengths of ``__dict__`` of modules | an attribute that was added
+values, keys, and lengths of other | another object, another order, another name, an entry
+containers                         | that moved from one container to the next
+classes of objects                 | ``obj.__class__ = ...``; of the model alone
+the process's count of hooks       | a hook in a table that had none; only then are all tables
+                                   | of hooks read
 """
 
 from __future__ import annotations
 
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_, is_not, itemgetter, ne, not_, setitem
+from operator import attrgetter, is_, is_not, itemgetter, setitem
 from time import monotonic
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from parawrap._private_names import (
-    BUFFERS,
-    CHILDREN,
-    COMPILED_CALL,
-    HOOK_TABLES,
-    MODULE_ENTRIES,
-    PARAMETERS,
-    version_of,
-)
+from parawrap._private_names import HOOK_TABLES, MODULE_ENTRIES, PARAMETERS, version_of
 from parawrap.backends import Stream, backend_of
-from parawrap.engine.parameter_copies import NO_COPIES, ParameterCopies, read_memory, read_sources
-from parawrap.engine.places import (
-    ALWAYS_NEW,
-    LISTS,
-    SIMPLE,
-    Place,
-    has_own_rules,
-    read_items,
-)
-from parawrap.engine.survey import Survey, first_tensor
+from parawrap.engine.edition import Edition
+from parawrap.engine.parameter_copies import NO_COPIES, ParameterCopies, Sources
+from parawrap.engine.places import ALWAYS_NEW, LISTS, TABLES, Place, read_items
+from parawrap.engine.survey import Survey, home_of_survey
 from parawrap.tree import ABSENT
 
-_TABLES = (PARAMETERS, BUFFERS, CHILDREN)
-_MOST_UNCHANGED = 2
-_IN_ORDER = ALWAYS_NEW - {set, types.CellType}
-_DICTS = (dict, OrderedDict)
 # An entry after all others that equals no value: a list that became longer or shorter differs
-_END_OF_VALUES = ((object(),),)
+_END_OF_VALUES = (object(),)
 _dict_of = attrgetter("__dict__")
 _is_dirty = attrgetter("is_dirty")
 _requires_grad = attrgetter("requires_grad")
 _read_entries = itemgetter.__call__  # takes a getter and a dict
 
 
-@cache
-def _getter(names: tuple[str, ...]) -> itemgetter[Any]:
-    """Return a function that reads these entries of a dict as a tuple.
+@cache  # modules of one class share a getter
+def _make_getter(names: tuple[str, ...]) -> itemgetter[Any]:
+    """Return a function that reads these entries of the ``__dict__`` of a module as a tuple."""
+    if not names:
+        names = (PARAMETERS,)  # a getter needs a name, and each module has this entry
+    if len(names) == 1:
+        names *= 2  # a getter of one name would return the bare value
+    return itemgetter(*names)
 
-    Modules of one class share it. A getter of one name would return the bare value, so that name is
-    read twice.
-    """
-    return itemgetter(*names) if len(names) > 1 else itemgetter(*names, *names)
+
+# Registrations of hooks
 
 
 _SETTLED_S = 1.0  # a thread that is not run for so long between two lines has other problems
@@ -96,8 +92,45 @@ class Change(NamedTuple):
     now: Any
 
 
-class _Container:
-    """A container, its owner, and what it must hold."""
+class Held(NamedTuple):
+    """What a snapshot compares.
+
+    Attributes:
+        values: The objects in the containers, one after another. They are compared by identity.
+        lengths: The lengths of containers.
+        keys: The keys of dicts, one after another.
+        classes: The classes of objects.
+    """
+
+    values: list[Any]
+    lengths: list[int]
+    keys: list[Any]
+    classes: list[type]
+
+
+class Changes(NamedTuple):
+    """The changes of a model.
+
+    Attributes:
+        entries: The entries that hold other objects.
+        mark: What the containers held just before the entries were read, so that a write of another
+            thread in between is another change. None if that could not be read.
+    """
+
+    entries: Sequence[Change]
+    mark: Held | None
+
+
+NO_CHANGES = Changes((), None)
+
+
+class Container:
+    """A container, its owner, and what it must hold.
+
+    Attributes:
+        own: The container itself.
+        before: What it must hold: a dict for a dict, a list for all others.
+    """
 
     __slots__ = ("before", "own", "owner", "place")
 
@@ -105,25 +138,21 @@ class _Container:
         self.place = place
         self.owner = owner
         self.own = place.container(owner)
-        # Other threads may write the model's containers. A list of the items is made in one step,
-        # a dict of them is not
         if isinstance(self.own, dict):
+            # Other threads may write the model's containers. A list of the items is made in one
+            # step, a dict of them is not
             self.before: Any = dict([*dict.items(self.own)])
         else:
             self.before = read_items(self.own)
 
-    def has_other_dict(self) -> bool:
-        """True if its owner has got another ``__dict__``."""
-        return self.owner.__dict__ is not self.own
-
 
 class _Entered(NamedTuple):
-    """What containers held when they were entered, in the order in which `Snapshot` reads them."""
+    """What containers held when they were entered, sorted as in `Snapshot`."""
 
     modules: list[dict[str, Any]]
-    instances: list[Any]
-    views: list[Any]
-    named: list[Any]
+    instances: list[Iterable[Any]]
+    views: list[Iterable[Any]]
+    keyed: list[Iterable[Any]]
     sized: list[Any]
 
 
@@ -136,6 +165,9 @@ class Snapshot:
 
     Modules are most of a model, and torch makes most of their entries. These are left out: entries
     are read by name. Hooks are the exception, and `RemovableHandle` counts them.
+
+    Attributes:
+        containers: The containers, by the keys of their places.
     """
 
     def __init__(
@@ -145,171 +177,182 @@ class Snapshot:
         *,
         is_model: bool = False,
     ) -> None:
+        self.containers: dict[tuple[int, str], Container] = {}
         self._is_model = is_model
-        self._at: dict[tuple[int, str], _Container] = {}
-        self._dicts: list[_Container] = []
-        self._lists: list[_Container] = []
-        # Read by name: modules, with a getter of their entries and one of their tables of hooks
+        self._dicts: list[Container] = []
+        self._lists: list[Container] = []
+        # Modules are read by name: a getter for entries, and one for tables of hooks
         self._modules: list[Any] = []
         self._getters: list[itemgetter[Any]] = []
         self._hook_getters: list[itemgetter[Any]] = []
-        # Read whole: the ``__dict__`` of other objects, and the items of dicts and lists
+        # Other objects with a ``__dict__``, and the items of dicts and lists, are read whole
         self._instances: list[Any] = []
-        self._owners: list[Any] = []  # of each ``__dict__`` of the model, for their classes
-        self._views: list[Any] = []
-        # Compared by their keys and by their lengths, or for being empty
-        self._named: list[Any] = []
+        self._views: list[Iterable[Any]] = []
+        # These are compared by their keys, by their lengths, for being empty, or by their class
+        self._keyed: list[Iterable[Any]] = []
         self._sized: list[Any] = []
         self._empty: list[Any] = []
-        self._no_hooks: list[Any] = []
-        # What is held is what the containers held when they were entered, and no second look:
-        # another thread may write the model in between
-        self._last_hook = read_settled_count()
-        first = _Entered([], [], [], [], [])
+        self._without_hooks: list[Any] = []  # tables that are read if the count of hooks changes
+        self._owners: list[Any] = []
+        self._last_hook = read_settled_count()  # first: a hook that comes meanwhile needs a look
+        entered = _Entered([], [], [], [], [])
         for place in places:
             owner = copy_of(place.owner)
             if owner is not None:
-                self._enter(_Container(place, owner), first)
-        self._views += _END_OF_VALUES
-        of_modules = map(_read_entries, self._getters, first.modules)
-        values = chain.from_iterable(
-            chain(of_modules, first.instances, first.views, _END_OF_VALUES)
-        )
-        counts = [*map(len, first.modules), *map(len, first.sized)]
-        classes = [*map(type, self._owners)]
-        self._held = [*values], counts, [*chain.from_iterable(first.named)], classes
-        self._hooks = [*chain.from_iterable(map(_read_entries, self._hook_getters, first.modules))]
+                self._enter(Container(place, owner), entered)
+        self._views.append(_END_OF_VALUES)
+        entered.views.append(_END_OF_VALUES)
+        # No second look at the containers: another thread may have written the model in between
+        self._held = self._collect(entered)
+        self._hooks = self._read_hooks_of(entered.modules)
 
-    def _enter(self, found: _Container, first: _Entered) -> None:
-        own, before, kind = found.own, found.before, found.place.kind
-        self._at[found.place.key] = found
+    def _enter(self, found: Container, entered: _Entered) -> None:
+        own, kind = found.own, found.place.kind
+        self.containers[found.place.key] = found
         if not isinstance(own, dict):
             self._lists.append(found)
-            is_plain = isinstance(own, LISTS)
-            if is_plain and not before:
-                self._empty.append(own)
-            else:
-                self._views.append(own)
-                first.views.append(before)
-            if is_plain and before:
-                self._sized.append(own)
-                first.sized.append(before)
+            self._enter_list(found, entered)
             return
         self._dicts.append(found)
         if kind == "vars" and self._is_model:
             self._owners.append(found.owner)
         # The ``__dict__`` of a block's own module is a `PlainView`, whose `__getitem__` is Python
         if kind == "vars" and type(own) is dict and isinstance(found.owner, torch.nn.Module):
-            self._enter_module(found)
-            first.modules.append(before)
-            return
-        if not before:
-            (self._no_hooks if kind in HOOK_TABLES else self._empty).append(own)
-            return
-        if kind == "vars":
-            self._instances.append(found.owner)
-            first.instances.append(before.values())
+            self._enter_module(found, entered)
+        elif found.before:
+            self._enter_dict(found, entered)
+        elif kind in HOOK_TABLES:
+            self._without_hooks.append(own)
         else:
-            self._views.append(dict.values(own))
-            first.views.append(before.values())
-        is_table = kind in _TABLES or kind in HOOK_TABLES
-        if self._is_model or not is_table:
-            self._named.append(dict.keys(own))
-            first.named.append(before)
-        if not is_table:
-            # An entry that moves from one container to the next leaves the order of all that is
-            # held. Tables need no count: what enters one comes last, after what was there
-            self._sized.append(own)
-            first.sized.append(before)
+            self._empty.append(own)
 
-    def _enter_module(self, found: _Container) -> None:
+    def _enter_list(self, found: Container, entered: _Entered) -> None:
+        has_fixed_length = not isinstance(found.own, LISTS)  # slots, or a cell
+        if not (found.before or has_fixed_length):
+            self._empty.append(found.own)
+            return
+        self._views.append(found.own)
+        entered.views.append(found.before)
+        if not has_fixed_length:
+            self._sized.append(found.own)
+            entered.sized.append(found.before)
+
+    def _enter_module(self, found: Container, entered: _Entered) -> None:
         entries = found.before
         names = [name for name in entries if name not in MODULE_ENTRIES]
         if self._is_model:
-            names += [name for name in _TABLES if name in entries]
+            names += [name for name in TABLES if name in entries]
             names += [name for name in HOOK_TABLES if entries.get(name)]
         hooks = sorted(HOOK_TABLES & entries.keys())
         self._modules.append(found.owner)
-        self._getters.append(_getter(tuple(names) or _TABLES[:1]))
-        self._hook_getters.append(_getter(tuple(hooks) or _TABLES[:1]))
+        entered.modules.append(entries)
+        self._getters.append(_make_getter(tuple(names)))
+        self._hook_getters.append(_make_getter(tuple(hooks)))
+
+    def _enter_dict(self, found: Container, entered: _Entered) -> None:
+        own, before, kind = found.own, found.before, found.place.kind
+        if kind == "vars":
+            self._instances.append(found.owner)
+            entered.instances.append(before.values())
+        else:
+            self._views.append(dict.values(own))
+            entered.views.append(before.values())
+        is_table = kind in TABLES or kind in HOOK_TABLES
+        if self._is_model or not is_table:
+            self._keyed.append(dict.keys(own))
+            entered.keyed.append(before)
+        if not is_table:
+            # An entry that moves from one container to the next leaves the order of all that is
+            # held. Tables need no length: what enters one comes last, after what was there
+            self._sized.append(own)
+            entered.sized.append(before)
 
     # Is it the same?
 
-    def note(self) -> None:
-        """Note the objects that are held now."""
-        # Each registration of a hook takes the next number, for any module of the process. While
-        # the number stays, no table can have got a hook, and the tables need no look
-        self._last_hook = read_settled_count()  # before the look: a later hook needs another one
-        self._held = self._read_held()
-        self._hooks = self._read_hooks()
-
     def is_same(self) -> bool:
         """True if the containers hold the very same objects."""
-        held, counts, keys, classes = self._held
+        values, lengths, keys, classes = self._held
         try:
-            # As in `_read_held`, in place: this is asked several times per call. Each ``__dict__``
-            # is read from its owner, which may have got another one
+            # `_read_held` in place: each call runs this several times. Each ``__dict__`` is read
+            # from its owner, which may have got another one
             dicts = [*map(_dict_of, self._modules)]
             of_modules = map(_read_entries, self._getters, dicts)
             of_instances = map(dict.values, map(_dict_of, self._instances))
             now = chain.from_iterable(chain(of_modules, of_instances, self._views))
             return (
-                all(map(is_, now, held))
+                all(map(is_, now, values))
                 and not any(self._empty)
-                and [*map(len, dicts), *map(len, self._sized)] == counts
-                and [*chain.from_iterable(self._named)] == keys
+                and [*map(len, dicts), *map(len, self._sized)] == lengths
+                and [*chain.from_iterable(self._keyed)] == keys
                 and [*map(type, self._owners)] == classes
+                # Each registration of a hook takes the next number, for any module of the process.
+                # While the number stays, no table can have got a hook
                 and (RemovableHandle.next_id == self._last_hook or self._has_same_hooks())
             )
         except (KeyError, RuntimeError):
             # An attribute is missing, or another thread writes a container at this moment
             return False
 
-    def _read_held(self) -> tuple[list[Any], list[int], list[Any], list[type]]:
-        """Return the objects that are held now, and what else `is_same` compares."""
+    def note(self) -> None:
+        """Note the objects that are held now."""
+        self._last_hook = read_settled_count()  # before the look: a later hook needs another one
+        self._held = self._read_held()
+        self._hooks = self._read_hooks()
+
+    def _read_held(self) -> Held:
         dicts = [*map(_dict_of, self._modules)]
-        of_modules = map(_read_entries, self._getters, dicts)
-        of_instances = map(dict.values, map(_dict_of, self._instances))
-        now = chain.from_iterable(chain(of_modules, of_instances, self._views))
-        counts = [*map(len, dicts), *map(len, self._sized)]
-        keys = [*chain.from_iterable(self._named)]
-        return [*now], counts, keys, [*map(type, self._owners)]
+        instances: list[Iterable[Any]] = [*map(dict.values, map(_dict_of, self._instances))]
+        return self._collect(_Entered(dicts, instances, self._views, self._keyed, self._sized))
+
+    def _collect(self, found: _Entered) -> Held:
+        """Return what `is_same` compares, in its order."""
+        of_modules = map(_read_entries, self._getters, found.modules)
+        values = chain.from_iterable(chain(of_modules, found.instances, found.views))
+        lengths = [*map(len, found.modules), *map(len, found.sized)]
+        keys = chain.from_iterable(found.keyed)
+        return Held([*values], lengths, [*keys], [*map(type, self._owners)])
 
     def _has_same_hooks(self) -> bool:
         """Look at all tables of hooks: some module of the process has got a hook."""
         number = read_settled_count()  # before the look, as in `note`
-        if any(self._no_hooks) or not all(map(is_, self._read_hooks(), self._hooks)):
+        if any(self._without_hooks) or not all(map(is_, self._read_hooks(), self._hooks)):
             return False
         self._last_hook = number
         return True
 
     def _read_hooks(self) -> list[Any]:
-        tables = map(_read_entries, self._hook_getters, map(_dict_of, self._modules))
-        return [*chain.from_iterable(tables)]
+        """Return the tables of hooks of all modules."""
+        return self._read_hooks_of([*map(_dict_of, self._modules)])
+
+    def _read_hooks_of(self, dicts: list[dict[str, Any]]) -> list[Any]:
+        return [*chain.from_iterable(map(_read_entries, self._hook_getters, dicts))]
 
     # What changed?
 
-    def read_changes(self) -> tuple[list[Change], Any]:
-        """Return the entries that differ from those that must be held, and a mark for `accept`.
-
-        The mark is read before, so a write of another thread in between is another change. None if
-        an attribute is missing, or another thread writes at this moment: such changes cannot be
-        accepted.
-        """
+    def read_changes(self) -> Changes:
+        """Return the entries that differ from those that must be held, for `accept`."""
         try:
             mark = self._read_held()
-        except (KeyError, RuntimeError):
+        except (KeyError, RuntimeError):  # as in `is_same`: such changes cannot be accepted
             mark = None
-        return self.changes(), mark
+        return Changes(self.changes(), mark)
+
+    def accept(self, changes: Changes) -> None:
+        """Accept changes of entries of dicts."""
+        assert changes.mark is not None
+        for place, key, _, now in changes.entries:
+            self.containers[place.key].before[key] = now
+        self._held = changes.mark
 
     def changes(self) -> list[Change]:
         """Return the entries that differ from those that must be held.
 
         A replaced ``__dict__`` is an entry.
         """
-        owned = [each for each in self._dicts if each.place.kind == "vars"]
-        others = [each for each in owned if each.has_other_dict()]
-        found = [Change(each.place, "__dict__", each.own, vars(each.owner)) for each in others]
+        found = [
+            Change(each.place, "__dict__", each.own, vars(each.owner))
+            for each in self._find_replaced()
+        ]
         for each in self._find_changed():
             before, own = each.before, each.own
             if isinstance(before, list):
@@ -321,44 +364,38 @@ class Snapshot:
                     found.append(Change(each.place, key, then, now))
         return found
 
-    def accept(self, changes: Iterable[Change], mark: Any) -> None:
-        """Accept entries of dicts, with the mark that came with them."""
-        for place, key, _, now in changes:
-            self._at[place.key].before[key] = now
-        self._held = mark
+    def _find_replaced(self) -> list[Container]:
+        """Return the ``__dict__`` of each object that has got another one."""
+        owned = [each for each in self._dicts if each.place.kind == "vars"]
+        return [each for each in owned if each.owner.__dict__ is not each.own]
 
-    def _find_changed(self) -> list[_Container]:
-        """Return the containers that hold other objects.
-
-        In C loops too: many models set an attribute at each step of a training loop.
-        """
-        dicts = self._dicts
-        lengths = [len(each.before) for each in dicts]
-        lengths_now = [dict.__len__(each.own) for each in dicts]
-        is_other_length = [*map(ne, lengths_now, lengths)]
-        found = [*compress(dicts, is_other_length)]
-        rest = [*compress(dicts, map(not_, is_other_length))]
-        lengths = [len(each.before) for each in rest]
+    def _find_changed(self) -> list[Container]:
+        """Return the containers that hold other objects."""
+        found: list[Container] = []
+        same_length: list[Container] = []
+        for each in self._dicts:
+            is_same_length = dict.__len__(each.own) == len(each.before)
+            (same_length if is_same_length else found).append(each)
+        # In C loops, as many models set an attribute at each step of a training loop: the entries
+        # of all dicts in one sequence, and in another one the dict that has each entry
+        holders = [*chain.from_iterable([repeat(each, len(each.before)) for each in same_length])]
         for read in (dict.values, dict.keys):
             # A list of each first, which is one step: other threads may write the model
-            now = chain.from_iterable([[*read(each.own)] for each in rest])
-            before = chain.from_iterable([read(each.before) for each in rest])
-            holders = chain.from_iterable(map(repeat, rest, lengths))
+            now = chain.from_iterable([[*read(each.own)] for each in same_length])
+            before = chain.from_iterable([read(each.before) for each in same_length])
             found += compress(holders, map(is_not, now, before))
         for each in self._lists:
-            now_held = read_items(each.own)
-            same_length = len(now_held) == len(each.before)
-            if not (same_length and all(map(is_, now_held, each.before))):
+            items = read_items(each.own)
+            if len(items) != len(each.before) or not all(map(is_, items, each.before)):
                 found.append(each)
         return [*dict.fromkeys(found)]
 
-    # The containers of a replica
+    # Writes
 
     def restore(self) -> None:
         """Put back what must be held."""
-        for each in self._dicts:
-            if each.place.kind == "vars" and each.has_other_dict():
-                object.__setattr__(each.owner, "__dict__", each.own)
+        for each in self._find_replaced():
+            object.__setattr__(each.owner, "__dict__", each.own)
         for each in self._find_changed():
             own, before = each.own, each.before
             if isinstance(own, dict):
@@ -376,11 +413,11 @@ class Snapshot:
 
     def read(self, place: Place) -> Any:
         """Return the container at a place."""
-        return self._at[place.key].own
+        return self.containers[place.key].own
 
     def has(self, place: Place, key: Any) -> bool:
         """True if the container at a place is a dict that must hold the key."""
-        found = self._at.get(place.key)
+        found = self.containers.get(place.key)
         return found is not None and isinstance(found.own, dict) and key in found.before
 
     def put(self, place: Place, key: Any, value: Any) -> None:
@@ -393,81 +430,11 @@ class Snapshot:
 
         They are partials of C functions: many entries are written without a call of Python code.
         """
-        found = self._at.get(place.key)
+        found = self.containers.get(place.key)
         if found is None:  # of an object that all lanes use, so it has the model's own entry
             return []
         set_own = dict.__setitem__ if isinstance(found.own, dict) else setitem
         return [partial(set_own, found.own, key), partial(setitem, found.before, key)]
-
-    def read_plain(self, left_out: set[Any]) -> PlainPart:
-        """Return what each copy of the model must hold too, without the places of these keys."""
-        plain = PlainPart([], [], [], set())
-        rules: dict[type, bool] = {}  # not a cache of the process: it would keep classes alive
-        for key, each in self._at.items():
-            cls = type(each.owner)
-            kind = key[1]
-            held = each.before
-            if cls not in rules:
-                rules[cls] = has_own_rules(cls)
-            if rules[cls] or key in left_out:
-                continue
-            is_view = kind == "vars" and hasattr(each.own, "names_of_stubs")
-            if is_view or (kind == "vars" and COMPILED_CALL in held):
-                # Copies get neither the stubs of a block nor compiled code
-                names = {COMPILED_CALL, *(each.own.names_of_stubs() if is_view else ())}
-                held = {name: value for name, value in held.items() if name not in names}
-                plain.partial.add(key)
-            elif cls not in _IN_ORDER and (kind == "items" or type(each.own) not in _DICTS):
-                continue
-            plain.keys.append(key)
-            plain.held.append(held)
-            if kind in HOOK_TABLES and held:
-                plain.hooks.append((key, [*held]))
-        return plain
-
-    def adopt(self, plain: PlainPart, copy_of: Callable[[int, Any], Any]) -> Any:
-        """Set numbers, flags, and texts of a new replica to those of the model.
-
-        `copy_of` takes the id of a part of the model, and the part, and returns its copy, or the
-        part if lanes share it.
-
-        Return the key of a place that holds something else; None if there is none. While
-        `copy.deepcopy` ran, another thread may have registered a hook, or set an attribute, and
-        taken that back before the model was looked at again: no look at the model shows that. And a
-        loop over a dict that gets and loses an entry may leave out others.
-        """
-        at = self._at
-        for key, hooks in plain.hooks:
-            if key in at and [*at[key].before] != hooks:
-                return key
-        is_changed = False
-        for key, held in zip(plain.keys, plain.held, strict=True):
-            mine = at.get(key)
-            if mine is None:  # of an object that all lanes use
-                continue
-            before = mine.before
-            if key in plain.partial:
-                before = {name: before.get(name, ABSENT) for name in held}
-            if len(before) != len(held):
-                return key
-            is_dict = isinstance(held, dict)
-            values = held.values() if is_dict else held
-            expected = [*map(copy_of, map(id, values), values)]
-            if all(map(is_, before.values() if is_dict else before, expected)):
-                continue
-            if not is_dict or before.keys() != held.keys():
-                return key
-            for name, value in zip(held, expected, strict=True):
-                if before[name] is value:
-                    continue
-                if type(value) not in SIMPLE or type(before[name]) not in SIMPLE:
-                    return key
-                dict.__setitem__(mine.own, name, value)
-                mine.before[name] = value
-                is_changed = True
-        if is_changed:
-            self.note()
-        return None
 
     def clear(self) -> None:
         """Empty the modules and the plain containers, so that cycles among them keep nothing alive.
@@ -475,60 +442,23 @@ class Snapshot:
         `copy.deepcopy` has made these. It may have got any other object from a cache or a registry,
         which has it still, so instances of other classes are left to the garbage collector.
         """
-        for each in self._at.values():
+        for each in self.containers.values():
             if isinstance(each.owner, torch.nn.Module) or type(each.owner) in ALWAYS_NEW:
                 each.own.clear()
 
 
-def was_disturbed(error: Exception, snapshot: Snapshot | None, copies: int) -> bool:
-    """True if a copy may have failed because another thread changed the model meanwhile.
-
-    `snapshot` is that of the model before the copy, and `copies` how many were tried.
-    """
-    if snapshot is not None and not snapshot.is_same():
-        return True
-    # A change may also have come and gone. Python's error about a dict that changes under a loop is
-    # a plain RuntimeError. Two more copies are enough: so many changes leave a trace
-    cause = error.__cause__ or error
-    return type(cause) is RuntimeError and copies <= _MOST_UNCHANGED
+# The state
 
 
-class PlainPart(NamedTuple):
-    """What a model and its copies hold alike: all but the parts whose classes copy themselves.
+class Asked(NamedTuple):
+    """The objects of `Doubts` at the moment when a refresh began."""
 
-    Attributes:
-        keys: Those of the places.
-        held: What the container at each place held.
-        hooks: The numbers of the hooks in each table that has any.
-        partial: The keys of places of which copies may hold more.
-    """
-
-    keys: list[tuple[int, str]]
-    held: list[Any]
-    hooks: list[tuple[tuple[int, str], list[Any]]]
-    partial: set[tuple[int, str]]
+    everything: object
+    buffers: object
 
 
-class Edition:
-    """Facts about a model that hold until its structure or a training flag changes.
-
-    Attributes:
-        survey: The walk over the target.
-        trains: True if a module is in training mode.
-        is_quiet: True if forward is code of listed classes of torch.nn alone, which write nothing.
-        writes_statistics: True if forward is code of such classes, and of batch norms in training
-            mode, which write their statistics in place and nothing else.
-        probed: Plans of cut calls that have run. The first call of each is watched more closely.
-        is_checked: True once a whole call is watched for writes through ``.data``.
-    """
-
-    def __init__(self, survey: Survey) -> None:
-        self.survey = survey
-        self.probed: set[Any] = set()
-        self.is_checked = False
-        self.trains = any(module.training for module in survey.modules)
-        self.is_quiet = survey.is_quiet()
-        self.writes_statistics = self.trains and survey.writes_statistics_alone()
+NEVER_CURRENT = Asked(None, None)
+"""For a state that each look finds stale: doubts are never None."""
 
 
 class Doubts:
@@ -547,6 +477,10 @@ class Doubts:
 
     def __init__(self) -> None:
         self.everything = self.buffers = object()
+
+    def read(self) -> Asked:
+        """Return the objects of now."""
+        return Asked(self.everything, self.buffers)
 
 
 class Copied(Protocol):
@@ -571,82 +505,76 @@ class ModelState(Generic[CopyT]):
             with changes accepted.
         lanes: One replica per lane; empty if calls must run plainly, or a refresh is needed first.
         away: The copies of parameters on other devices than the model's.
+        sources: The tensors that have copies elsewhere, as they were before these were made.
         home: The device of the model; None if it has no tensors.
         params: The parameters that have versions.
-        everything, buffers: The doubts when the refresh began.
-        renews_always: True if forward may write buffers without a new version, so that each call
-            must refresh.
+        asked: The doubts when the refresh began.
+        renews_always: That of the edition; False without lanes, which need no tensors.
         generation: How often a refresh has found the model changed.
     """
-
-    __slots__ = (
-        *("away", "buffers", "edition", "everything", "generation", "home", "lanes", "params"),
-        *("renews_always", "snapshot", "survey", "_devices", "_doubts", "_first", "_sources"),
-        *("_sources_then", "_streams", "_tracked", "_versions"),
-    )
 
     def __init__(
         self,
         edition: Edition,
         snapshot: Snapshot,
         doubts: Doubts,
-        asked: tuple[object, object],
+        asked: Asked,
         *,
         devices: Iterable[torch.device] = (),
         lanes: Sequence[CopyT] = (),
         away: ParameterCopies = NO_COPIES,
-        sources: Sequence[torch.Tensor] | None = None,
+        sources: Sources | None = None,
         versions: Sequence[int] | None = None,
-        renews_always: bool = False,
         generation: int = 0,
     ) -> None:
         """Note the state of now.
 
-        `asked` are the doubts when the refresh began, `sources` the tensors of which copies exist
-        elsewhere: by default, those of `away`. `versions` are those of `read_versions` before the
+        `sources` are those of `away` by default. `versions` are those of `read_versions` before the
         lanes got their copies: a write that came meanwhile makes the state an old one.
         """
         survey = edition.survey
-        tensors = [*survey.params, *survey.tensors]
         self.edition = edition
         self.survey = survey
         self.snapshot = snapshot
         self.lanes = lanes
         self.away = away
+        self.asked = asked
         self._doubts = doubts
-        self.everything, self.buffers = asked
-        self.renews_always = renews_always
         self.generation = generation
         self.home = home_of_survey(survey)
+        tensors = [*survey.params, *survey.tensors]
         self._first = next((tensor for tensor in tensors if tensor.device == self.home), None)
         self.params: list[torch.Tensor] = []
-        if not survey.is_lazy:
-            self.params = [tensor for tensor in survey.params if not tensor.is_inference()]
+        of_lanes: list[torch.Tensor] = []
+        if not survey.is_lazy:  # a tensor without a shape has no version
+            self.params += [tensor for tensor in survey.params if not tensor.is_inference()]
+            of_lanes += chain.from_iterable(replica.versioned for replica in lanes)
         # The model's buffers and the lanes' own: forward may write either in a call
-        self._tracked = [*survey.versioned]
-        if not survey.is_lazy:  # a tensor without a shape has no version either
-            self._tracked += chain.from_iterable(replica.versioned for replica in lanes)
-        self._versions = [*map(version_of, self._tracked)]
-        if versions is not None:
-            self._versions[: len(versions)] = versions
-        self._sources = away.originals if sources is None else sources
-        self._sources_then = away.sources_then if sources is None else read_sources(sources)
+        self._tracked = [*survey.versioned, *of_lanes]
+        self._versions_of_model = read_versions(survey) if versions is None else [*versions]
+        self._versions = [*self._versions_of_model, *map(version_of, of_lanes)]
+        self.renews_always = bool(lanes) and edition.renews_always
+        self.sources = away.sources if sources is None else sources
         self._devices = frozenset(devices)
         self._streams = self._read_streams() if lanes else {}
 
     def is_current(self) -> bool:
         """True if the replicas are what a call of this moment needs."""
         return (
-            self._doubts.everything is self.everything
-            and self._doubts.buffers is self.buffers
+            self._doubts.everything is self.asked.everything
+            and self._doubts.buffers is self.asked.buffers
             and not self.renews_always
             and self.snapshot.is_same()
+            # A write in place raises the version. Parameters need no look, unless they have copies:
+            # lanes on the model's device hold the same tensors
             and [*map(version_of, self._tracked)] == self._versions
+            # A buffer that learns now must be shared, as parameters are
             and True not in map(_requires_grad, self._tracked)
             and True not in map(_is_dirty, self.lanes)
+            # ``model.to(...)`` moves all tensors and keeps the parameters, so one of them shows it
             and (self._first is None or self._first.device == self.home)
             # Without lanes elsewhere, the rest is two looks at empty containers
-            and (not self._sources or self.has_same_sources())
+            and (not self.sources.tensors or self.has_same_sources())
             and (not self._streams or self._streams == self._read_streams())
         )
 
@@ -659,18 +587,17 @@ class ModelState(Generic[CopyT]):
         """
         has_moved = self._first is not None and self._first.device != self.home
         learns = True in map(_requires_grad, self.survey.tensors)
-        is_asked = self._doubts.everything is not self.everything
-        return not self.lanes or is_asked or has_moved or learns or self.have_sources_moved()
+        is_asked = self._doubts.everything is not self.asked.everything
+        return not self.lanes or is_asked or has_moved or learns or self.sources.have_moved()
 
     def must_renew_tensors(self) -> bool:
         """True if a tensor that lanes have copies of was written, perhaps unseen."""
-        is_unsure = self.renews_always or self._doubts.buffers is not self.buffers
+        is_unsure = self.renews_always or self._doubts.buffers is not self.asked.buffers
         return is_unsure or [*map(version_of, self._tracked)] != self._versions
 
     def has_written_tensors(self) -> bool:
         """True if one of the model's own tensors besides parameters was written."""
-        versions = read_versions(self.survey)
-        return versions != self._versions[: len(versions)]
+        return read_versions(self.survey) != self._versions_of_model
 
     def has_same_sources(self) -> bool:
         """True if copies elsewhere are those that a call of this moment needs.
@@ -678,15 +605,7 @@ class ModelState(Generic[CopyT]):
         With gradients, copies are part of the graph of one call, so each call needs others.
         """
         with_graph = torch.is_grad_enabled() and (self.away.is_linked or self.away.must_link())
-        return not with_graph and not self.have_sources_changed()
-
-    def have_sources_changed(self) -> bool:
-        """True if a tensor with copies elsewhere was written, moved, frozen, or unfrozen."""
-        return read_sources(self._sources) != self._sources_then
-
-    def have_sources_moved(self) -> bool:
-        """True if such a tensor has other memory, or another dtype."""
-        return bool(self._sources) and read_memory(self._sources) != self._sources_then[-1]
+        return not with_graph and not self.sources.have_changed()
 
     def has_other_streams(self) -> bool:
         """True if the caller is on other streams."""
@@ -711,17 +630,3 @@ def read_versions(survey: Survey) -> list[int]:
     still the same after it, is that of the copy.
     """
     return [*map(version_of, survey.versioned)]
-
-
-def home_of_survey(survey: Survey) -> torch.device | None:
-    """Return the device of a target; without a module, that of the first tensor that it holds."""
-    home = home_of_target(survey.target)
-    tensors = chain(survey.params, survey.tensors)
-    return next((tensor.device for tensor in tensors), None) if home is None else home
-
-
-def home_of_target(target: Any) -> torch.device | None:
-    """Return the device of the first parameter or buffer of a module; None without one."""
-    module = target.__self__ if isinstance(target, types.MethodType) else target
-    first = first_tensor(module) if isinstance(module, torch.nn.Module) else None
-    return None if first is None else first.device

@@ -50,33 +50,38 @@ def note_optimizer_steps() -> None:
     register_optimizer_step_post_hook(note)
 
 
-def last_optimizer_step() -> object:
-    """Return an object that stands for the last step since `note_optimizer_steps`.
+class Sources:
+    """Tensors that have copies elsewhere, as they were before these copies were made."""
 
-    It is another object after each step.
-    """
-    return _last_step
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._versioned = [tensor for tensor in tensors if not tensor.is_inference()]
+        # First the versions: a write that comes meanwhile makes the copies stale
+        self._then = self._read()
+        self._memory_then = _read_memory(tensors)
+
+    def have_changed(self) -> bool:
+        """True if one was written, moved, frozen, or unfrozen."""
+        if not self.tensors:
+            return False
+        return self._read() != self._then or self.have_moved()
+
+    def have_moved(self) -> bool:
+        """True if one has other memory, or another dtype: ``p.data = x`` changes one of them."""
+        return bool(self.tensors) and _read_memory(self.tensors) != self._memory_then
+
+    def _read(self) -> tuple[object, list[int], list[bool]]:
+        # Fused optimizers write without a new version, so the steps of all optimizers count too
+        flags = [*map(_requires_grad, self.tensors)]
+        return _last_step, [*map(version_of, self._versioned)], flags
 
 
-def read_sources(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Return what writes of tensors change.
-
-    Fused optimizers write without a new version, so the steps of all optimizers count too.
-    """
-    if not tensors:
-        return ()
-    versioned = [tensor for tensor in tensors if not tensor.is_inference()]
-    versions = [*map(version_of, versioned)]
-    flags = [*map(_requires_grad, tensors)]
-    return last_optimizer_step(), versions, flags, read_memory(tensors)
-
-
-def read_memory(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.dtype]]:
-    """Return where tensors lie, and their dtypes: ``p.data = x`` changes one of them."""
+def _read_memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.dtype]]:
+    """Return where tensors lie, and their dtypes."""
     dtypes = [*map(_dtype_of, tensors)]
     if set(map(_layout_of, tensors)) <= _STRIDED:
         return [*map(_address_of, tensors)], dtypes
-    # A sparse tensor has no address of its own
+    # A sparse tensor has no address
     strided = torch.strided
     addresses = [each.data_ptr() if each.layout is strided else id(each) for each in tensors]
     return addresses, dtypes
@@ -214,13 +219,13 @@ class ParameterCopies:
 
     They are made at one moment, and shared by the lanes of each device. With gradients, they are
     part of the graph of one call, and each call makes new ones. Without, they are kept until the
-    parameters change (`ModelState.have_sources_changed`). New copies are new tensors: a graph may
+    parameters change (`Sources.have_changed`). New copies are new tensors: a graph may
     hold the old ones.
 
     Attributes:
         originals: The parameters.
         by_device: Their copies, in the same order.
-        sources_then: What `read_sources` found before the copies were made.
+        sources: The parameters as they were before the copies were made.
         is_linked: True if gradients flow through the copies.
     """
 
@@ -237,7 +242,7 @@ class ParameterCopies:
             # Before the copies are made, so that no later step is missed.
             note_optimizer_steps()
             self.originals += originals
-        self.sources_then = read_sources(self.originals)
+        self.sources = Sources(self.originals)
         self.is_linked = self.must_link() and not detach
         self.by_device: dict[torch.device, list[torch.Tensor]] = {}
         if self.is_linked:

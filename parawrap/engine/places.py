@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap._private_names import HOOK_TABLES
+from parawrap._private_names import BUFFERS, CHILDREN, HOOK_TABLES, PARAMETERS
 from parawrap.tree import ABSENT, PLAIN, names_of_slots
+
+TABLES = (PARAMETERS, BUFFERS, CHILDREN)
+"""The tables of a module, without those of hooks."""
 
 # Reads of what another thread changes, before Python's error is raised. A thread that writes all
 # the time lets a read through long before; a guess that no test has contradicted

@@ -27,7 +27,8 @@ from parawrap._private_names import (
     version_of,
 )
 from parawrap.engine.batched_copies import lasting
-from parawrap.engine.model_state import PlainPart, Snapshot
+from parawrap.engine.copy_checks import Key, PlainPart, set_plain_values
+from parawrap.engine.model_state import Snapshot
 from parawrap.engine.places import has_rules_for_copies, read_slot
 from parawrap.engine.survey import Survey, storage_of, vars_of
 from parawrap.errors import ReplicaError
@@ -112,12 +113,12 @@ class Replica:
         # The copy outlives its replica, which nothing else needs: it has no calls that write
         return Replica(survey, self.device, params, tensors, copies).target
 
-    def find_difference(self, plain: PlainPart) -> Any:
-        """Return the key of a place that is no copy of the model's; None if there is none.
+    def set_plain_values(self, parts: Sequence[PlainPart]) -> Key | None:
+        """Set numbers, flags, and texts to those of the model.
 
-        Numbers, flags, and texts are set.
+        Return the key of a place that holds something else; None if there is none.
         """
-        return self.snapshot.adopt(plain, self._memo.get)
+        return set_plain_values(self.snapshot, parts, self._memo.get)
 
     # The lane's own tensors
 

@@ -26,29 +26,29 @@ from parawrap._private_names import (
 )
 from parawrap.backends import record_use
 from parawrap.engine.batched_copies import bytes_of_all, copies_on, lasting
+from parawrap.engine.copy_checks import Key, read_plain_parts, was_disturbed
+from parawrap.engine.edition import Edition
 from parawrap.engine.forward_writes import (
     UnkeptWrites,
     contents_of,
-    is_written_unseen,
     may_renormalize,
     parameter_error,
     settle_writes,
 )
 from parawrap.engine.model_state import (
-    Change,
+    NEVER_CURRENT,
+    NO_CHANGES,
+    Asked,
+    Changes,
     Doubts,
-    Edition,
     ModelState,
     Snapshot,
-    home_of_survey,
-    home_of_target,
     read_versions,
-    was_disturbed,
 )
 from parawrap.engine.parameter_copies import NO_COPIES, ParameterCopies
 from parawrap.engine.places import MOST_COPIES, SIMPLE
 from parawrap.engine.replica import Replica, clone_all
-from parawrap.engine.survey import Survey
+from parawrap.engine.survey import Survey, home_of_survey, home_of_target
 from parawrap.errors import ReplicaError
 
 CopiesOfParts = Callable[[Survey], Sequence[dict[int, Any]]]
@@ -56,7 +56,6 @@ CopiesOfParts = Callable[[Survey], Sequence[dict[int, Any]]]
 
 # Attributes that decide how lanes run, so a new value needs new replicas
 _DECIDE = frozenset({"max_norm"})
-
 
 _is_dirty = attrgetter("is_dirty")
 
@@ -104,10 +103,9 @@ class Replicas:
         self.unkept = UnkeptWrites()
         self.refreshes = self.copied_bytes = 0
         self._options = CopyOptions() if options is None else options
-        self._lock = (
-            threading.Lock()
-        )  # of `copied_bytes`: several lanes may renew their tensors at once
-        self._differs_always: set[Any] = set()  # keys of places that copies never have alike
+        # Of `copied_bytes`: several lanes may renew their tensors at once
+        self._lock = threading.Lock()
+        self._differs_always: set[Key] = set()  # places that copies never have alike
         self.state = self._know_nothing(0)
 
     def is_at_home(self, device: torch.device) -> bool:
@@ -140,32 +138,26 @@ class Replicas:
             ReplicaError: If the model cannot be copied.
         """
         before = self.state
-        # In case of an error, or of Ctrl-C between any two lines below: half of the replicas may be
-        # up to date
+        # This one stays if an error, or Ctrl-C between any two lines below, ends the refresh: half
+        # of the replicas may be up to date
         self.state = self._know_nothing(before.generation)
         for replica in before.lanes:
             if replica.is_dirty:
                 replica.restore()
-        # A doubt that comes from here on counts for the next call
-        asked = self.doubts.everything, self.doubts.buffers
+        asked = self.doubts.read()  # a doubt that comes from here on counts for the next call
         must_drop = self._follow_streams(before)
-        changes: list[Change] = []
-        mark = None
-        has_structure = before.snapshot.is_same()
-        if not has_structure:
-            changes, mark = before.snapshot.read_changes()
-            has_structure = mark is not None and self._can_apply(before, changes)
-        if must_drop or before.must_rebuild() or not has_structure:
+        changes = self._find_changes(before)
+        if must_drop or before.must_rebuild() or changes is None:
             state = self._build(before, asked, before.generation + 1)
         else:
-            state = self._update(before, asked, changes, mark)
+            state = self._update(before, asked, changes)
         for _ in range(MOST_COPIES):
             # Lanes get their copies of tensors one after another, and another thread may have
             # written in between. Then they get them again
-            is_old = state.has_written_tensors() or state.have_sources_changed()
+            is_old = state.has_written_tensors() or state.sources.have_changed()
             if not (state.lanes and is_old):
                 break
-            state = self._update(state, asked, [], None)
+            state = self._update(state, asked, NO_CHANGES)
         self.state = state
 
     def forget(self) -> None:
@@ -175,27 +167,28 @@ class Replicas:
 
     # Making and renewing
 
-    def _next_generation(self, before: ModelState[Replica], changes: Sequence[Change]) -> int:
+    def _know_nothing(self, generation: int) -> ModelState[Replica]:
+        """Return the state before the first refresh, which is not that of any model."""
+        return ModelState(_NOTHING, _NO_SNAPSHOT, self.doubts, NEVER_CURRENT, generation=generation)
+
+    def _next_generation(self, before: ModelState[Replica], changes: Changes) -> int:
         """Return the next number if the model has changed since, else that of before.
 
         A model whose forward may write buffers unseen is made again for each call, and whole calls
         go on: it is the same model.
         """
-        if changes or before.have_sources_changed() or before.has_written_tensors():
+        if changes.entries or before.sources.have_changed() or before.has_written_tensors():
             return before.generation + 1
         return before.generation
 
-    def _know_nothing(self, generation: int) -> ModelState[Replica]:
-        """Return the state before the first refresh, which is not that of any model."""
-        return ModelState(_NOTHING, _NO_SNAPSHOT, self.doubts, (None, None), generation=generation)
-
     def _build(
-        self, before: ModelState[Replica], asked: tuple[object, object], generation: int
+        self, before: ModelState[Replica], asked: Asked, generation: int
     ) -> ModelState[Replica]:
         """Make all replicas for the structure of now.
 
-        Copies of parameters on other devices are kept, unless everything is asked for. The old
-        replicas are dropped first: parameters remember the shapes of the graphs that lead to them.
+        Copies of parameters on other devices are kept if they are up to date, unless a doubt
+        demands new ones. The old replicas are dropped first: parameters remember the shapes of the
+        graphs that lead to them.
         """
         self._drop(before)
         options = self._options
@@ -205,142 +198,156 @@ class Replicas:
             snapshot = None
             try:
                 survey = Survey(self.target, options.methods, shares_hooks=options.shares_hooks)
-                edition = Edition(survey)
                 snapshot = Snapshot(survey.places, lambda owner: owner, is_model=True)
+                # After the snapshot, which shows if a training flag changes from here on
+                edition = Edition(survey)
                 if survey.is_lazy:  # a parameter waits for its first call, which runs plainly
-                    doubts, asked = self.doubts, (None, None)  # the next call looks again
-                    return ModelState(edition, snapshot, doubts, asked, generation=generation)
+                    doubts, never = self.doubts, NEVER_CURRENT  # the next call looks again
+                    return ModelState(edition, snapshot, doubts, never, generation=generation)
                 state = self._copy_model(edition, snapshot, before, asked, generation)
             except Exception as error:
                 if not was_disturbed(error, snapshot, copies):
                     raise
                 continue
-            if not self._follow_moves(state):
-                self._drop(state)
-                continue
-            differences = self._find_differences(state)
-            if differences == {None}:
-                return state
-            if _is_alone():
-                # No other thread has changed the model: its copies differ by a rule of their own
-                self._differs_always |= differences
-                return state
+            if self._follow_moves(state):
+                differences = self._find_differences(state)
+                if differences and _is_alone():
+                    # No other thread has changed the model: its copies differ by rules of classes
+                    self._differs_always |= differences
+                    return state
+                if not differences:
+                    return state
             self._drop(state)
         # A thread that never pauses leaves no moment to copy, but a plain call is right
         return self._know_nothing(generation)
 
     def _follow_moves(self, state: ModelState[Replica]) -> bool:
         """Accept changes of numbers and the like since the snapshot; False if others have come."""
-        if state.snapshot.is_same():
-            return True
-        changes, mark = state.snapshot.read_changes()
-        decides = any(change.key == "training" for change in changes)
-        if mark is None or decides or not self._can_apply(state, changes):
+        changes = self._find_changes(state)
+        if changes is None or _changes_training(changes):
             return False
-        state.snapshot.accept(changes, mark)
+        if changes.entries:
+            # The values are set by `_find_differences`, which compares all of them
+            state.snapshot.accept(changes)
         return True
 
-    def _find_differences(self, state: ModelState[Replica]) -> set[Any]:
-        """Return the first place of each replica that holds something else than the model's.
-
-        None stands for a replica that is a copy of what the snapshot shows.
-        """
-        plain = state.snapshot.read_plain(self._differs_always)
-        return {replica.find_difference(plain) for replica in state.lanes}
+    def _find_differences(self, state: ModelState[Replica]) -> set[Key]:
+        """Return the first place of each replica that holds something else than the model's."""
+        parts = read_plain_parts(state.snapshot, self._differs_always)
+        found = {replica.set_plain_values(parts) for replica in state.lanes}
+        return {key for key in found if key is not None}
 
     def _copy_model(
         self,
         edition: Edition,
         snapshot: Snapshot,
         before: ModelState[Replica],
-        asked: tuple[object, object],
+        asked: Asked,
         generation: int,
     ) -> ModelState[Replica]:
         """Make all replicas of the surveyed model."""
-        options, survey = self._options, edition.survey
+        survey = edition.survey
         versions = read_versions(survey)  # before the copies, as in `_update`
         home = home_of_survey(survey)
         _refuse_devices(survey, home)
         self._refuse_cuda_graphs(survey)
-        devices = {device for device in self.devices if home is not None and device != home}
-        at_home = [tensor for tensor in survey.params if tensor.device == home]
-        away, originals = before.away, before.away.originals
-        is_asked = asked[0] is not before.everything
-        has_copies = bool(away.by_device) and away.devices == devices and before.has_same_sources()
-        are_same = len(at_home) == len(originals) and all(map(is_, at_home, originals))
-        if is_asked or not (has_copies and are_same):
-            away = self._copy_parameters(devices, at_home)
+        away = self._find_away(survey, home, before, asked)
         known: Sequence[Mapping[int, Any]] = [{}] * len(self.devices)
-        if options.copies_of_parts is not None:
-            known = options.copies_of_parts(survey)
-        lanes = [
-            Replica(
-                survey,
-                device,
-                self._params_on(device, survey, away),
-                self._copy_tensors(device, survey, home),
-                parts,
-            )
-            for device, parts in zip(self.devices, known, strict=True)
-        ]
+        if self._options.copies_of_parts is not None:
+            known = self._options.copies_of_parts(survey)
+        lanes: list[Replica] = []
+        for device, parts in zip(self.devices, known, strict=True):
+            params = self._params_on(device, survey, away)
+            tensors = self._copy_tensors(device, survey, home)
+            lanes.append(Replica(survey, device, params, tensors, parts))
         _refuse_shared_modules(survey, lanes)
         return self._note(edition, snapshot, asked, lanes, away, versions, generation)
 
-    def _update(
+    def _find_away(
         self,
+        survey: Survey,
+        home: torch.device | None,
         before: ModelState[Replica],
-        asked: tuple[object, object],
-        changes: Sequence[Change],
-        mark: Any,
+        asked: Asked,
+    ) -> ParameterCopies:
+        """Return the copies of parameters on other devices: those of before, or new ones."""
+        if home is None:
+            return NO_COPIES
+        devices = frozenset(self.devices) - {home}
+        at_home = [tensor for tensor in survey.params if tensor.device == home]
+        away = before.away
+        is_asked = asked.everything is not before.asked.everything
+        has_copies = bool(away.by_device) and away.devices == devices
+        is_same_length = len(at_home) == len(away.originals)
+        are_of_these = is_same_length and all(map(is_, at_home, away.originals))
+        if has_copies and are_of_these and not is_asked and before.has_same_sources():
+            return away
+        return self._copy_parameters(devices, at_home)
+
+    def _update(
+        self, before: ModelState[Replica], asked: Asked, changes: Changes
     ) -> ModelState[Replica]:
-        """Give the replicas what changed, or make them again, and return the new state."""
-        survey, edition, lanes = before.survey, before.edition, before.lanes
+        """Give the replicas what changed, and return the new state.
+
+        Make them again if that is not enough.
+        """
+        survey, edition, away = before.survey, before.edition, before.away
         # Before all looks and copies: what other threads write from here on shows at the next call
         versions = read_versions(survey)
         must_renew = before.must_renew_tensors()
-        if changes:
-            before.snapshot.accept(changes, mark)
-            for replica in lanes:
-                for place, key, _, now in changes:
-                    replica.snapshot.put(place, key, now)
-                replica.snapshot.note()
-            if any(change.key == "training" for change in changes):
+        if changes.entries:
+            self._apply(before, changes)
+            if _changes_training(changes):
                 edition = Edition(survey)
                 must_renew = True  # training may have written statistics without a new version
-        away = before.away
+        has_places = True
         if not before.has_same_sources():
             away = self._copy_parameters(away.devices, away.originals)
-            if survey.scripts:  # copies of TorchScript modules have parameters of their own
-                return self._build(before, asked, self._next_generation(before, changes))
-        for replica in lanes:
-            params = self._params_on(replica.device, survey, away)
-            is_away = replica.device in away.by_device and not all(map(is_, params, replica.params))
-            if is_away and not replica.replace(survey.params, replica.params, params):
-                return self._build(before, asked, self._next_generation(before, changes))
-        if must_renew and not all(self._renew_tensors_of(replica, before) for replica in lanes):
-            # A tuple, or the like, holds one of them
-            return self._build(before, asked, self._next_generation(before, changes))
+            has_places = not survey.scripts  # their copies have parameters of their own
+        has_places = has_places and self._give_parameters(before, away)
+        if has_places and must_renew:
+            has_places = all(self._renew_tensors_of(replica, before) for replica in before.lanes)
         # Last: streams that are open must see each change that the copies may have met
         generation = self._next_generation(before, changes)
-        return self._note(edition, before.snapshot, asked, lanes, away, versions, generation)
+        if not has_places:
+            return self._build(before, asked, generation)
+        return self._note(edition, before.snapshot, asked, before.lanes, away, versions, generation)
+
+    def _apply(self, before: ModelState[Replica], changes: Changes) -> None:
+        """Set changed numbers, flags, and texts in the replicas."""
+        before.snapshot.accept(changes)
+        for replica in before.lanes:
+            for place, key, _, now in changes.entries:
+                replica.snapshot.put(place, key, now)
+            replica.snapshot.note()
+
+    def _give_parameters(self, before: ModelState[Replica], away: ParameterCopies) -> bool:
+        """Put copies of parameters into their lanes. False if a place cannot change.
+
+        Such a place is a tuple, or the like.
+        """
+        survey = before.survey
+        for replica in before.lanes:
+            if replica.device not in away.by_device:
+                continue  # it has the model's own
+            params = self._params_on(replica.device, survey, away)
+            has_these = all(map(is_, params, replica.params))
+            if not has_these and not replica.replace(survey.params, replica.params, params):
+                return False
+        return True
 
     def _note(
         self,
         edition: Edition,
         snapshot: Snapshot,
-        asked: tuple[object, object],
+        asked: Asked,
         lanes: Sequence[Replica],
         away: ParameterCopies,
         versions: Sequence[int],
         generation: int,
     ) -> ModelState[Replica]:
-        survey, tensors = edition.survey, edition.survey.tensors
-        is_unseen = edition.trains and any(
-            map(is_written_unseen, filter(survey.is_buffer, tensors))
-        )
-        is_through_data = survey.writes_data and bool(tensors)
         for replica in lanes:
-            replica.writes_unseen = is_unseen or is_through_data
+            replica.writes_unseen = edition.writes_unseen
         return ModelState(
             edition,
             snapshot,
@@ -350,23 +357,27 @@ class Replicas:
             lanes=lanes,
             away=away,
             versions=versions,
-            renews_always=is_unseen
-            or is_through_data
-            or any(tensor.is_inference() for tensor in tensors),
             generation=generation,
         )
 
-    def _can_apply(self, before: ModelState[Replica], changes: Sequence[Change]) -> bool:
-        """True if all changes are of numbers, flags, and texts, which need no new copies."""
-        if not (before.lanes and changes):
-            return False  # without a change of an entry, an object has another class
-        for place, key, then, now in changes:
+    def _find_changes(self, before: ModelState[Replica]) -> Changes | None:
+        """Return the changes that replicas can follow; None if they must be made again.
+
+        They follow changes of numbers, flags, and texts, which need no new copies.
+        """
+        if before.snapshot.is_same():
+            return NO_CHANGES
+        changes = before.snapshot.read_changes()
+        # Without a change of an entry, an object has another class
+        if changes.mark is None or not before.lanes or not changes.entries:
+            return None
+        for place, key, then, now in changes.entries:
             are_simple = type(then) in SIMPLE and type(now) in SIMPLE
             if key is None or key in _DECIDE or not are_simple:
-                return False
+                return None
             if not all(replica.snapshot.has(place, key) for replica in before.lanes):
-                return False
-        return True
+                return None
+        return changes
 
     def _renew_tensors_of(self, replica: Replica, state: ModelState[Replica]) -> bool:
         """Give a lane the values of the model's tensors. False if a place cannot change.
@@ -393,12 +404,12 @@ class Replicas:
         return has_places
 
     def _copy_parameters(
-        self, devices: frozenset[torch.device] | set[torch.device], at_home: Any
+        self, devices: frozenset[torch.device], at_home: Sequence[torch.Tensor]
     ) -> ParameterCopies:
         if not devices:
             return NO_COPIES
         away = ParameterCopies(devices, at_home, detach=self._options.detach)
-        self.copied_bytes += away.nbytes
+        self.copied_bytes += away.nbytes  # without the lock: no lane runs in a refresh
         if away.nbytes:
             self.refreshes += 1
         return away
@@ -439,7 +450,7 @@ class Replicas:
 
     def _drop(self, state: ModelState[Replica]) -> None:
         """Empty replicas that neither a backward pass nor an output may use."""
-        has_moved = state.have_sources_moved()  # then their graphs are of no use
+        has_moved = state.sources.have_moved()  # then their graphs are of no use
         for replica in state.lanes:
             if has_moved or not (replica.has_graph or replica.is_lent):
                 replica.clear()
@@ -595,6 +606,11 @@ class Replicas:
         for tensor, then, now in zip(tensors, before, self.read_contents(), strict=True):
             if then != now and not may_renormalize(state.survey, tensor):
                 raise parameter_error(state.survey, tensor)
+
+
+def _changes_training(changes: Changes) -> bool:
+    """True if a training flag is among the changes."""
+    return any(change.key == "training" for change in changes.entries)
 
 
 def _is_alone() -> bool:

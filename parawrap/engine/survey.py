@@ -35,20 +35,17 @@ from torch.nn.parameter import is_lazy
 
 from parawrap._private_names import (
     BUFFERS,
-    CHILDREN,
     HOOK_TABLES,
     NOT_CALLED,
-    PARAMETERS,
     compiled_original,
     is_compiled_function,
     is_compiled_module,
 )
 from parawrap.engine.called_code import find_writes, is_generator, list_captured
-from parawrap.engine.places import LISTS, MOST_READS, Place, read_items, read_slot
+from parawrap.engine.places import LISTS, MOST_READS, TABLES, Place, read_items, read_slot
 from parawrap.errors import ReplicaError
 from parawrap.tree import ABSENT, PLAIN, names_of_slots
 
-TABLES = (PARAMETERS, BUFFERS, CHILDREN)
 MODULE_TABLES = frozenset({*TABLES, *HOOK_TABLES, *NOT_CALLED})
 
 _Part = tuple[Any, str, Place | None, Any]
@@ -474,7 +471,21 @@ def vars_of(value: Any) -> dict[str, Any] | None:
     return own if isinstance(own, dict) else None
 
 
-def first_tensor(module: torch.nn.Module) -> torch.Tensor | None:
+def home_of_survey(survey: Survey) -> torch.device | None:
+    """Return the device of a target; without a module, that of the first tensor that it holds."""
+    home = home_of_target(survey.target)
+    tensors = chain(survey.params, survey.tensors)
+    return next((tensor.device for tensor in tensors), None) if home is None else home
+
+
+def home_of_target(target: Any) -> torch.device | None:
+    """Return the device of the first parameter or buffer of a module; None without one."""
+    module = target.__self__ if isinstance(target, types.MethodType) else target
+    first = _first_tensor(module) if isinstance(module, torch.nn.Module) else None
+    return None if first is None else first.device
+
+
+def _first_tensor(module: torch.nn.Module) -> torch.Tensor | None:
     """Return the first parameter of a module; without one, its first buffer, or None."""
     for _ in range(MOST_READS):
         with contextlib.suppress(RuntimeError):  # another thread adds or removes a layer

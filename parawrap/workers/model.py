@@ -14,9 +14,10 @@ from torch.nn.parameter import is_lazy
 from parawrap._public import public
 from parawrap.engine.batched_copies import bytes_of_all, lasting
 from parawrap.engine.called_code import list_captured, names_of_globals
-from parawrap.engine.forward_writes import is_written_unseen
-from parawrap.engine.model_state import Doubts, Edition, ModelState, Snapshot, was_disturbed
-from parawrap.engine.parameter_copies import note_optimizer_steps
+from parawrap.engine.copy_checks import was_disturbed
+from parawrap.engine.edition import Edition, is_written_unseen
+from parawrap.engine.model_state import Asked, Doubts, ModelState, Snapshot
+from parawrap.engine.parameter_copies import Sources, note_optimizer_steps
 from parawrap.engine.places import MOST_COPIES
 from parawrap.engine.replicas import home_of
 from parawrap.engine.survey import Survey
@@ -123,11 +124,11 @@ class SentModel:
             # In case of an error, or of Ctrl-C below: what was sent is no longer that of any state
             self._state = None
             # A `renew` from here on counts for the next call
-            asked = self._doubts.everything, self._doubts.buffers
+            asked = self._doubts.read()
             self._state, self._packed = self._pack_target(asked)
         return self._packed
 
-    def _pack_target(self, asked: tuple[object, object]) -> tuple[ModelState[Any], Packed]:
+    def _pack_target(self, asked: Asked) -> tuple[ModelState[Any], Packed]:
         """Return the state of the target, and the packed target."""
         copies = 0
         while True:
@@ -181,7 +182,7 @@ class SentModel:
         self._captured = self._read_captured()
         return packed
 
-    def _survey_target(self, asked: tuple[object, object]) -> ModelState[Any]:
+    def _survey_target(self, asked: Asked) -> ModelState[Any]:
         survey = Survey(None if isinstance(self.target, Build) else self.target)
         refuse_generators(survey, "the model")
         edition = Edition(survey)
@@ -189,7 +190,7 @@ class SentModel:
         self._tensors = [*survey.params, *survey.tensors]
         # A write into any tensor shows, since workers have copies of all
         state: ModelState[Any] = ModelState(
-            edition, snapshot, self._doubts, asked, sources=self._tensors
+            edition, snapshot, self._doubts, asked, sources=Sources(self._tensors)
         )
         self._function = None
         if not (survey.modules or self._tensors or isinstance(self.target, Build)):

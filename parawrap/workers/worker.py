@@ -16,7 +16,7 @@ import torch
 from parawrap._private_names import version_of
 from parawrap.engine.borrowed import NOTHING, Loan, lend
 from parawrap.engine.called_code import is_generator
-from parawrap.engine.forward_writes import is_written_unseen
+from parawrap.engine.edition import is_written_unseen
 from parawrap.engine.given import mark_arguments, read_changes
 from parawrap.engine.hand_over import hand_over
 from parawrap.engine.lanes import Modes
