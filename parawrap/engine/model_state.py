@@ -204,9 +204,10 @@ class Snapshot:
         entered.views.append(_END_OF_VALUES)
         # No second look at the containers: another thread may have written the model in between
         self._held = self._collect(entered)
-        self._hooks = self._read_hooks_of(entered.modules)
+        self._hooks = self._read_hooks(entered.modules)
 
     def _enter(self, found: Container, entered: _Entered) -> None:
+        """Sort a container into the lists above, and what it held into those of `entered`."""
         own, kind = found.own, found.place.kind
         self.containers[found.place.key] = found
         if not isinstance(own, dict):
@@ -216,7 +217,8 @@ class Snapshot:
         self._dicts.append(found)
         if kind == "vars" and self._is_model:
             self._owners.append(found.owner)
-        # The ``__dict__`` of a block's own module is a `PlainView`, whose `__getitem__` is Python
+        # The ``__dict__`` of a block's own module is a `PlainView`, whose `__getitem__` is Python:
+        # it is read whole, as those of other objects
         if kind == "vars" and type(own) is dict and isinstance(found.owner, torch.nn.Module):
             self._enter_module(found, entered)
         elif found.before:
@@ -240,7 +242,7 @@ class Snapshot:
     def _enter_module(self, found: Container, entered: _Entered) -> None:
         entries = found.before
         names = [name for name in entries if name not in MODULE_ENTRIES]
-        if self._is_model:
+        if self._is_model:  # forward gives no module another table
             names += [name for name in TABLES if name in entries]
             names += [name for name in HOOK_TABLES if entries.get(name)]
         hooks = sorted(HOOK_TABLES & entries.keys())
@@ -258,7 +260,7 @@ class Snapshot:
             self._views.append(dict.values(own))
             entered.views.append(before.values())
         is_table = kind in TABLES or kind in HOOK_TABLES
-        if self._is_model or not is_table:
+        if self._is_model or not is_table:  # forward gives no parameter another name
             self._keyed.append(dict.keys(own))
             entered.keyed.append(before)
         if not is_table:
@@ -297,7 +299,7 @@ class Snapshot:
         """Note the objects that are held now."""
         self._last_hook = read_settled_count()  # before the look: a later hook needs another one
         self._held = self._read_held()
-        self._hooks = self._read_hooks()
+        self._hooks = self._read_hooks(map(_dict_of, self._modules))
 
     def _read_held(self) -> Held:
         dicts = [*map(_dict_of, self._modules)]
@@ -315,16 +317,14 @@ class Snapshot:
     def _has_same_hooks(self) -> bool:
         """Look at all tables of hooks: some module of the process has got a hook."""
         number = read_settled_count()  # before the look, as in `note`
-        if any(self._without_hooks) or not all(map(is_, self._read_hooks(), self._hooks)):
+        hooks = self._read_hooks(map(_dict_of, self._modules))
+        if any(self._without_hooks) or not all(map(is_, hooks, self._hooks)):
             return False
         self._last_hook = number
         return True
 
-    def _read_hooks(self) -> list[Any]:
-        """Return the tables of hooks of all modules."""
-        return self._read_hooks_of([*map(_dict_of, self._modules)])
-
-    def _read_hooks_of(self, dicts: list[dict[str, Any]]) -> list[Any]:
+    def _read_hooks(self, dicts: Iterable[dict[str, Any]]) -> list[Any]:
+        """Return the tables of hooks of all modules, from the ``__dict__`` of each."""
         return [*chain.from_iterable(map(_read_entries, self._hook_getters, dicts))]
 
     # What changed?
@@ -339,7 +339,7 @@ class Snapshot:
 
     def accept(self, changes: Changes) -> None:
         """Accept changes of entries of dicts."""
-        assert changes.mark is not None
+        assert changes.mark is not None, "the containers could not be read"
         for place, key, _, now in changes.entries:
             self.containers[place.key].before[key] = now
         self._held = changes.mark
@@ -376,8 +376,8 @@ class Snapshot:
         for each in self._dicts:
             is_same_length = dict.__len__(each.own) == len(each.before)
             (same_length if is_same_length else found).append(each)
-        # In C loops, as many models set an attribute at each step of a training loop: the entries
-        # of all dicts in one sequence, and in another one the dict that has each entry
+        # The entries of the other dicts are compared in C loops, as many models set an attribute at
+        # each step of a training loop: `holders` has the dict of each entry
         holders = [*chain.from_iterable([repeat(each, len(each.before)) for each in same_length])]
         for read in (dict.values, dict.keys):
             # A list of each first, which is one step: other threads may write the model
@@ -399,7 +399,8 @@ class Snapshot:
         for each in self._find_changed():
             own, before = each.own, each.before
             if isinstance(own, dict):
-                # Around the methods of a subclass, which may refuse or convert entries
+                # Around the methods of a subclass, which may refuse or convert entries. Ctrl-C
+                # after the first line leaves the replica dirty, so the next call repeats this
                 kind: Any = OrderedDict if isinstance(own, OrderedDict) else dict
                 kind.clear(own)
                 kind.update(own, before)

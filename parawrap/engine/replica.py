@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,7 +39,7 @@ _CURE = (
     "Let its __deepcopy__ copy all attributes with copy.deepcopy(value, memo), or remove the method"
 )
 
-
+T = TypeVar("T")
 Writers = list[list[Callable[[Any], None]]]
 """For each of some tensors, the functions that put another one into its places."""
 
@@ -74,14 +75,14 @@ class Replica:
     ) -> None:
         self.survey = survey
         self.device = device
-        self.is_dirty = self.has_graph = self.is_lent = self.writes_unseen = False
-        self.are_tensors_held = False
+        self.is_dirty = self.has_graph = self.is_lent = False
+        self.are_tensors_held = self.writes_unseen = False
         # The tensors of TorchScript modules that have copies on another device, and these copies
         self._of_scripts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._versions_of_scripts: list[int] = []
-        self._of_process: set[int] = set()
-        self.params, self.tensors = [*params], tensors
-        self._writers: dict[int, Writers | None] = {}  # by the id of a list of the survey
+        self._of_process: set[int] = set()  # none are known while parts are copied
+        self.params = [*params]
+        self.tensors = tensors
         # The memo has ids, and the survey keeps the originals alive: no later object gets one
         self._memo: dict[int, Any] = {id(each): each for each in survey.shared}
         self._memo.update(known)
@@ -105,7 +106,7 @@ class Replica:
 
         Parts of the model in it are the lane's.
         """
-        own = [tensor for tensor in survey.tensors if id(tensor) not in self._memo]
+        own = self._without_copies(survey.tensors)
         copies = dict(self._memo)
         copies.update(zip(map(id, own), clone_all(own), strict=True))
         tensors = [copies[id(tensor)] for tensor in survey.tensors]
@@ -126,7 +127,9 @@ class Replica:
         """Note the versions of the lane's own tensors."""
         self.versioned = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self._versions = [*map(version_of, self.versioned)]
-        # All three are read from the tensors of now, when they are first needed
+        # Most calls need none of these, so they are read from the tensors at the first use: their
+        # shapes, dtypes, and devices; the addresses of their memory; and the originals by the id of
+        # the copy
         self._forms: list[Any] | None = None
         self._memory: set[int] | None = None
         self._origins: dict[int, Any] | None = None
@@ -165,17 +168,21 @@ class Replica:
         """True for a buffer, or another tensor that does not learn, of the model itself."""
         return any(map(is_, self.survey.tensors, repeat(tensor)))
 
-    def replace(
+    def replace_params(self, new: Sequence[torch.Tensor]) -> bool:
+        """Put new tensors into the places of the parameters. False if a place cannot change."""
+        return self._replace(self.survey.params, self.params, self._writers_of_params, new)
+
+    def replace_tensors(self, new: Sequence[torch.Tensor]) -> bool:
+        """Put new tensors into the places of the lane's own. False if a place cannot change."""
+        return self._replace(self.survey.tensors, self.tensors, self._writers_of_tensors, new)
+
+    def _replace(
         self,
         originals: Sequence[torch.Tensor],
         mine: list[torch.Tensor],
+        writers: Writers | None,
         new: Sequence[torch.Tensor],
     ) -> bool:
-        """Put new tensors into the places of those in `mine`.
-
-        Return False if a place cannot change.
-        """
-        writers = self._find_writers(originals)
         if writers is None:
             return False
         for tensor, write_each in zip(new, writers, strict=True):
@@ -187,18 +194,21 @@ class Replica:
         self.snapshot.note()
         return True
 
+    # The places are looked up once: the survey has the same for as long as it lives
+
+    @cached_property
+    def _writers_of_params(self) -> Writers | None:
+        return self._find_writers(self.survey.params)
+
+    @cached_property
+    def _writers_of_tensors(self) -> Writers | None:
+        return self._find_writers(self.survey.tensors)
+
     def _find_writers(self, originals: Sequence[torch.Tensor]) -> Writers | None:
         """Return, for each tensor, the functions that write its entries in the copy.
 
-        None if a place cannot change. `originals` are those of the survey, which has the same
-        entries for as long as it lives, so they are looked up once.
+        None if a place cannot change, such as one in a tuple.
         """
-        key = id(originals)
-        if key not in self._writers:
-            self._writers[key] = self._look_up_writers(originals)
-        return self._writers[key]
-
-    def _look_up_writers(self, originals: Sequence[torch.Tensor]) -> Writers | None:
         found: Writers = []
         for original in originals:
             writers: list[Callable[[Any], None]] = []
@@ -225,11 +235,13 @@ class Replica:
         found = self._origins.get(id(value))
         if found is None or id(value) in self.find_written():
             return None
-        if self.writes_unseen and isinstance(value, torch.Tensor) and self._is_other(value, found):
+        # A write without a new version shows in the values alone
+        may_differ = self.writes_unseen and isinstance(value, torch.Tensor)
+        if may_differ and self._has_other_values(value, found):
             return None
         return found
 
-    def _is_other(self, tensor: torch.Tensor, original: torch.Tensor) -> bool:
+    def _has_other_values(self, tensor: torch.Tensor, original: torch.Tensor) -> bool:
         """True for one of the lane's own tensors with other values than the model's."""
         is_own = any(tensor is each for each in self.tensors)
         if not is_own or tensor.layout is not torch.strided:
@@ -286,16 +298,15 @@ class Replica:
     def _copy_target(self) -> None:
         survey, memo = self.survey, self._memo
         self._copy_scripts()
-        # What deepcopy would take apart wrongly gets an empty copy first, which the copies around
-        # it refer to, and is filled once all parts exist
-        twins = [function for function in survey.twins if id(function) not in memo]
+        # `copy.deepcopy` would take these parts apart wrongly. Each gets an empty copy first, which
+        # the copies around it refer to, and is filled once all parts exist
+        twins = self._without_copies(survey.twins)
         for function in twins:
             memo[id(function)] = self._make_twin(function)
-        compiled = [module for module in survey.modules if is_compiled_module(module)]
-        compiled = [module for module in compiled if id(module) not in memo]
+        compiled = self._without_copies(filter(is_compiled_module, survey.modules))
         for module in compiled:
             memo[id(module)] = object.__new__(type(module))
-        namespaces = [value for value in survey.namespaces if id(value) not in memo]
+        namespaces = self._without_copies(survey.namespaces)
         for value in namespaces:
             memo[id(value)] = dict.__new__(type(value))
         try:
@@ -313,7 +324,7 @@ class Replica:
         except ReplicaError:
             raise
         except Exception as error:
-            raise self._why_uncopied(error) from error
+            raise self._name_uncopied_part(error) from error
         for module, name in survey.left_out:
             # Copies of a module leave this attribute out. Forward may read it, so lanes share it
             of_copy = vars(memo[id(module)])
@@ -323,12 +334,16 @@ class Replica:
         for module in survey.modules:
             self._check_module(module, known)
 
+    def _without_copies(self, parts: Iterable[T]) -> list[T]:
+        """Return the parts that have no copy yet: `known` may have some."""
+        return [part for part in parts if id(part) not in self._memo]
+
     def _copy_scripts(self) -> None:
         """Copy TorchScript modules to another device.
 
         Lanes on their device share them: they have no state in Python.
         """
-        survey, memo = self.survey, self._memo
+        survey = self.survey
         if not survey.scripts or all(self.of(each) is each for each in survey.params):
             return
         # A submodule is copied with the module around it
@@ -347,19 +362,18 @@ class Replica:
                 )
                 raise ReplicaError(msg)
             copied = copy.deepcopy(script).to(self.device)
-            memo.update(zip(map(id, script.modules()), copied.modules(), strict=True))
+            self._memo.update(zip(map(id, script.modules()), copied.modules(), strict=True))
             originals = chain(script.parameters(), script.buffers())
             copies = chain(copied.parameters(), copied.buffers())
-            for pair in zip(originals, copies, strict=True):
-                if not pair[1].is_inference():  # it has no version
-                    self._of_scripts.append(pair)
+            for original, tensor in zip(originals, copies, strict=True):
+                if not tensor.is_inference():  # it has no version
+                    self._of_scripts.append((original, tensor))
         self._versions_of_scripts = [version_of(copied) for _, copied in self._of_scripts]
 
     def find_written_script(self) -> torch.Tensor | None:
         """Return a tensor of a TorchScript module whose copy was written; None if there is none."""
-        for (original, copied), before in zip(
-            self._of_scripts, self._versions_of_scripts, strict=True
-        ):
+        versions = self._versions_of_scripts
+        for (original, copied), before in zip(self._of_scripts, versions, strict=True):
             if version_of(copied) != before:
                 return original
         return None
@@ -393,15 +407,17 @@ class Replica:
         vars(twin).update({name: self._copy_part(part) for name, part in vars(function).items()})
         # Python 3.14 copies functions without a look at the memo
         for holder in self.survey.holders.get(id(function), ()):
-            if holder is not None and (owner := self._own_copy(holder[0].owner)) is not None:
-                holder[0].container(owner)[holder[1]] = twin
+            if holder is None:
+                continue
+            place, key = holder
+            owner = self._own_copy(place.owner)
+            if owner is not None:
+                place.container(owner)[key] = twin
 
     def _is_part(self, value: Any) -> bool:
         """True if the target leads to a value that a function holds, or to its object."""
-        return (
-            id(value.__self__ if isinstance(value, types.MethodType) else value)
-            in self.survey.owned
-        )
+        owner = value.__self__ if isinstance(value, types.MethodType) else value
+        return id(owner) in self.survey.owned
 
     def _copy_part(self, value: Any) -> Any:
         if id(value) in self._memo or not self._is_part(value):
@@ -421,7 +437,7 @@ class Replica:
         elif own:
             vars(copied).update(copy.deepcopy(own, self._memo))
 
-    def _why_uncopied(self, error: Exception) -> ReplicaError:
+    def _name_uncopied_part(self, error: Exception) -> ReplicaError:
         """Return the error that names the part that deepcopy cannot copy."""
         if isinstance(error, RecursionError):
             msg = (
@@ -449,8 +465,10 @@ class Replica:
 
     def _check_module(self, module: torch.nn.Module, known: set[int]) -> None:
         """Refuse a module that its ``__deepcopy__`` shares, and parts that this made."""
-        copied, path = self.of(module), self.survey.paths[id(module)]
-        what = f"no replica of {repr(path) if path else 'the module'} can be made: its copy"
+        copied = self.of(module)
+        path = self.survey.paths[id(module)]
+        name_of_module = repr(path) if path else "the module"
+        what = f"no replica of {name_of_module} can be made: its copy"
         if copied is module:
             msg = f"{what} is the module itself. {_CURE}"
             raise ReplicaError(msg)

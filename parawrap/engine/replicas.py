@@ -332,7 +332,7 @@ class Replicas:
                 continue  # it has the model's own
             params = self._params_on(replica.device, survey, away)
             has_these = all(map(is_, params, replica.params))
-            if not has_these and not replica.replace(survey.params, replica.params, params):
+            if not has_these and not replica.replace_params(params):
                 return False
         return True
 
@@ -398,7 +398,7 @@ class Replicas:
         if may_write and replica.write_tensors(state.survey.tensors):
             return True
         tensors = self._copy_tensors(replica.device, state.survey, state.home)
-        has_places = replica.replace(state.survey.tensors, replica.tensors, tensors)
+        has_places = replica.replace_tensors(tensors)
         replica.note_versions()
         replica.are_tensors_held = False
         return has_places
@@ -461,7 +461,7 @@ class Replicas:
         """Give the first replica the model's own buffers, if it is on the model's device."""
         state, first = self.state, self.state.lanes[0]
         if first.device == state.home:
-            first.replace(state.survey.tensors, first.tensors, [*state.survey.tensors])
+            first.replace_tensors([*state.survey.tensors])
             first.are_tensors_held = True
 
     def copy_for_lanes(self, value: Any) -> tuple[list[Any], bool]:
