@@ -215,7 +215,7 @@ class Replica:
             for holder in self.survey.holders.get(id(original), ()):
                 if holder is None:
                     return None
-                writers += self.snapshot.writers_of(*holder)
+                writers += self.snapshot.writers_of(holder.place, holder.key)
             found.append(writers)
         return found
 
@@ -409,10 +409,9 @@ class Replica:
         for holder in self.survey.holders.get(id(function), ()):
             if holder is None:
                 continue
-            place, key = holder
-            owner = self._own_copy(place.owner)
+            owner = self._own_copy(holder.place.owner)
             if owner is not None:
-                place.container(owner)[key] = twin
+                holder.place.container(owner)[holder.key] = twin
 
     def _is_part(self, value: Any) -> bool:
         """True if the target leads to a value that a function holds, or to its object."""
