@@ -155,13 +155,14 @@ placed_call.py      | calls with other arguments than      | api/parallel/test_j
                     | lanes place, and the way back        | devices/test_parallel.py
 places.py           | containers of a model: where they    | api/parallel/test_freshness.py
                     | are, how they are read and written   |
+refused_models.py   | models that get no replicas          | devices/test_replica_set.py
+                    |                                      | cuda/test_graphs.py
 replica.py          | one replica: how an object of any    | api/parallel/test_shared_by_lanes.py
                     | class is copied for a lane           | api/parallel/test_same_object.py
                     |                                      | devices/test_lane_state.py
 replicas.py         | replicas of all lanes: make,         | api/parallel/test_freshness.py
                     | refresh, renew buffers, settle       | api/parallel/test_renewed_buffers.py
-                    | writes; refused devices and CUDA     | devices/test_replica_set.py
-                    | graphs                               | cuda/test_graphs.py
+                    | writes                               | devices/test_replica_set.py
 resume.py           | `map(resume=folder)`: files of       | api/parallel/test_resume.py
                     | outputs, digests of batches          |
 session.py          | an open block: sends whole calls to  | api/parallel/test_streams.py

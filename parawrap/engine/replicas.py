@@ -2,9 +2,26 @@
 
 A replica (`replica.py`) is `copy.deepcopy` of the target with a seeded memo. Lanes on the model's
 device hold the model's own parameters, so gradients, optimizer steps, and ``p.data = ...`` need no
-care there. Lanes on another device hold copies (`parameter_copies.py`). Each lane has its own
-buffers and attributes. Before a call, `ModelState.is_current` shows whether the replicas are still
-the model; after it, one comparison per lane shows what forward wrote (`forward_writes.py`).
+care there. Lanes on another device hold copies.
+
+object            | holds                                  | made again
+----------------- | -------------------------------------- | ---------------------------------------
+`Survey`          | what the target leads to               | when the structure changed
+`Edition`         | what forward may write                 | when a training flag changed
+`ModelState`      | how the model was at the last refresh  | by each refresh
+`ParameterCopies` | copies that the lanes of a device      | when parameters changed; with
+                  | share                                  | gradients, by each call
+`Replica`         | the containers and the buffers of one  | when the structure changed; its buffers
+                  | lane                                   | when one was written
+
+Before a call, `ModelState.is_current` looks at the model. After it, each replica is looked at once:
+
+look                            | shows                          | then
+------------------------------- | ------------------------------ | --------------------------------
+the snapshot of the replica     | attributes that forward wrote  | put back, with a warning
+versions of the lane's buffers  | buffers that forward wrote     | given back in training; renewed
+versions of parameters, and of  | weights that forward wrote     | refused: lanes share them
+copies                          |                                |
 """
 
 from __future__ import annotations
@@ -16,14 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap._private_names import (
-    BUFFERS,
-    PARAMETERS,
-    copy_all,
-    is_compiled_module,
-    uses_cuda_graphs,
-    version_of,
-)
+from parawrap._private_names import copy_all, version_of
 from parawrap.backends import record_use
 from parawrap.engine.batched_copies import bytes_of_all, copies_on, lasting
 from parawrap.engine.copy_checks import Key, read_plain_parts, was_disturbed
@@ -47,9 +57,13 @@ from parawrap.engine.model_state import (
 )
 from parawrap.engine.parameter_copies import NO_COPIES, ParameterCopies
 from parawrap.engine.places import MOST_COPIES, SIMPLE
+from parawrap.engine.refused_models import (
+    refuse_cuda_graphs,
+    refuse_devices,
+    refuse_shared_modules,
+)
 from parawrap.engine.replica import Replica, clone_all
 from parawrap.engine.survey import Survey, home_of_survey, home_of_target
-from parawrap.errors import ReplicaError
 
 CopiesOfParts = Callable[[Survey], Sequence[dict[int, Any]]]
 """Returns, for each lane, the copies that it uses of parts of the target, by the id of the part."""
@@ -249,8 +263,8 @@ class Replicas:
         survey = edition.survey
         versions = read_versions(survey)  # before the copies, as in `_update`
         home = home_of_survey(survey)
-        _refuse_devices(survey, home)
-        self._refuse_cuda_graphs(survey)
+        refuse_devices(survey, home)
+        refuse_cuda_graphs(survey, self.devices)
         away = self._find_away(survey, home, before, asked)
         known: Sequence[Mapping[int, Any]] = [{}] * len(self.devices)
         if self._options.copies_of_parts is not None:
@@ -260,7 +274,7 @@ class Replicas:
             params = self._params_on(device, survey, away)
             tensors = self._copy_tensors(device, survey, home)
             lanes.append(Replica(survey, device, params, tensors, parts))
-        _refuse_shared_modules(survey, lanes)
+        refuse_shared_modules(survey, lanes)
         return self._note(edition, snapshot, asked, lanes, away, versions, generation)
 
     def _find_away(
@@ -435,13 +449,12 @@ class Replicas:
         if device == home or home is None:
             return clone_all(tensors)
         at_home = [tensor for tensor in tensors if tensor.device == home]
-        moved = iter(copies_on([device], at_home)[device])
+        moved = dict(zip(map(id, at_home), copies_on([device], at_home)[device], strict=True))
+        found: list[torch.Tensor] = []
         with lasting():
-            # In the order of `tensors`: those at home travelled together, the others are elsewhere
-            found = [
-                next(moved) if tensor.device == home else tensor.detach().clone()
-                for tensor in tensors
-            ]
+            for tensor in tensors:
+                copied = moved.get(id(tensor))  # None for a tensor elsewhere than the model
+                found.append(tensor.detach().clone() if copied is None else copied)
         with self._lock:
             self.copied_bytes += bytes_of_all(at_home)
         for tensor, each in zip(tensors, found, strict=True):
@@ -473,26 +486,12 @@ class Replicas:
             ReplicaError: If it cannot be copied.
         """
         survey = Survey(value)
+        draws = bool(survey.generators)
         if not (survey.places or survey.opaque or survey.twins):
-            return [value] * len(self.devices), bool(survey.generators)
+            return [value] * len(self.devices), draws
         for replica in self.state.lanes:
             replica.are_tensors_held = True
-        return [replica.copy_other(survey) for replica in self.state.lanes], bool(survey.generators)
-
-    def _refuse_cuda_graphs(self, survey: Survey) -> None:
-        """Refuse models that torch.compile runs as CUDA graphs.
-
-        torch keeps these for one thread and one stream.
-        """
-        for module in survey.modules if self.devices[0].type == "cuda" else ():
-            if is_compiled_module(module) and uses_cuda_graphs(module):
-                msg = (
-                    f"{survey.path_of(module)!r} is compiled to run as CUDA graphs, which only one "
-                    "thread can use, and each lane has its own. Compile it with "
-                    "torch.compile(model), or with "
-                    'mode="max-autotune-no-cudagraphs"'
-                )
-                raise ReplicaError(msg)
+        return [replica.copy_other(survey) for replica in self.state.lanes], draws
 
     def _follow_streams(self, state: ModelState[Replica]) -> bool:
         """Keep the memory of replicas, once freed, until the caller's new streams are done with it.
@@ -515,7 +514,7 @@ class Replicas:
     # The writes of calls
 
     def settle_call(self, used: Sequence[Replica], versions: Sequence[int]) -> None:
-        """Judge what the lanes of a cut call wrote.
+        """Settle the writes of the lanes of a cut call, in the caller's thread.
 
         `versions` are those that the parameters had before it.
 
@@ -533,7 +532,7 @@ class Replicas:
             self.unkept.warn()
 
     def settle_whole(self, replica: Replica, versions: Sequence[int]) -> None:
-        """Judge what a whole call wrote, in the thread of its lane.
+        """Settle the writes of a whole call, in the thread of its lane.
 
         Raises:
             ReplicaError: If forward made a layer; if it wrote a parameter.
@@ -553,15 +552,15 @@ class Replicas:
         if replica.is_dirty:
             replica.restore()
         state = self.state
-        if not (state.renews_always or replica.is_written()):
-            replica.are_tensors_held = True
-            return
-        if not self._renew_tensors_of(replica, state):
+        must_renew = state.renews_always or replica.is_written()
+        if must_renew and not self._renew_tensors_of(replica, state):
+            # A tuple, or the like, holds one of them
             tensors = self._copy_tensors(replica.device, state.survey, state.home)
-            with torch.no_grad():  # a tuple holds one of them
+            with torch.no_grad():
                 copy_all(replica.tensors, tensors)
             replica.note_versions()
-        replica.are_tensors_held = True  # what a whole call runs and returns is not looked at
+        # Last, as new tensors reset it: what a whole call runs and returns is not looked at
+        replica.are_tensors_held = True
 
     def refuse_write(self, versions: Sequence[int], state: ModelState[Replica]) -> None:
         """Raise an error that names the first parameter with another version than it had.
@@ -575,25 +574,21 @@ class Replicas:
 
     def _refuse_writes_away(self, used: Sequence[Replica]) -> None:
         """Raise an error if forward wrote a copy of a parameter on another device."""
-        written = self.state.away.find_written()
-        for replica in used:
-            if written is None:
-                written = replica.find_written_script()
-        if written is not None:
-            self.renew()
-            raise parameter_error(self.state.survey, written)
+        found = [self.state.away.find_written()]
+        found += [replica.find_written_script() for replica in used]
+        for written in found:
+            if written is not None:
+                self.renew()  # the model does not have the write
+                raise parameter_error(self.state.survey, written)
 
     def read_contents(self) -> list[Any]:
         """Return the memory and a sum of each parameter and copy.
 
         They also show writes through ``.data``.
         """
-        state = self.state
+        copies = [copied for _, copied in self.state.away.pairs()]
         with torch.no_grad():
-            return [
-                contents_of(tensor)
-                for tensor in (*state.params, *[copied for _, copied in state.away.pairs()])
-            ]
+            return [*map(contents_of, [*self.state.params, *copies])]
 
     def check_contents(self, before: list[Any]) -> None:
         """Raise an error if the parameters have other contents than `read_contents` returned.
@@ -602,7 +597,8 @@ class Replicas:
             ReplicaError: If so. The message names the first one.
         """
         state = self.state
-        tensors = [*state.params, *[original for original, _ in state.away.pairs()]]
+        originals = [original for original, _ in state.away.pairs()]
+        tensors = [*state.params, *originals]
         for tensor, then, now in zip(tensors, before, self.read_contents(), strict=True):
             if then != now and not may_renormalize(state.survey, tensor):
                 raise parameter_error(state.survey, tensor)
@@ -614,61 +610,9 @@ def _changes_training(changes: Changes) -> bool:
 
 
 def _is_alone() -> bool:
-    """True if no other threads of Python than the lanes of blocks run beside this one."""
+    """True if this thread and lanes of blocks are the only threads of Python."""
     others = [each for each in threading.enumerate() if each is not threading.current_thread()]
     return all(each.name.startswith("parawrap-lane ") for each in others)
-
-
-def home_of(module: torch.nn.Module) -> torch.device | None:
-    """Return the one device that the tensors of a module are on; None for a module without tensors.
-
-    Raises:
-        ReplicaError: If they are on several devices. The message names two of them.
-    """
-    home = home_of_target(module)
-    _refuse_devices(Survey(module), home)
-    return home
-
-
-def _refuse_devices(survey: Survey, home: torch.device | None) -> None:
-    """Refuse a model on several devices, or on the meta device."""
-    if home is None:
-        return
-    tables = {PARAMETERS, BUFFERS}
-    tensors = [*survey.params, *survey.tensors]
-    registered = [
-        each
-        for each in tensors
-        if not tables.isdisjoint(place.kind for place in survey.places_of(each))
-    ]
-    for tensor in registered:
-        if tensor.device != home:
-            msg = (
-                f"the model lies on several devices: {survey.paths[id(registered[0])]!r} on {home} "
-                f"and {survey.paths[id(tensor)]!r} on {tensor.device}. A replica of it would need "
-                "as many devices again; put the model on one device, or make its parts parallel "
-                "one by one"
-            )
-            raise ReplicaError(msg)
-    if home.type == "meta":
-        msg = (
-            f"no replica can be made: {survey.paths[id(registered[0])]!r} is on the meta device "
-            "and has no data to copy"
-        )
-        raise ReplicaError(msg)
-
-
-def _refuse_shared_modules(survey: Survey, lanes: Sequence[Replica]) -> None:
-    """Refuse a module whose ``__deepcopy__`` returned one module for two lanes."""
-    for other in lanes[1:]:
-        for module in survey.modules:
-            if lanes[0].of(module) is other.of(module):
-                msg = (
-                    f"no replica of {survey.path_of(module)!r} can be made: its copies for two "
-                    "lanes are one module. Let its __deepcopy__ copy all attributes with "
-                    "copy.deepcopy(value, memo), or remove the method"
-                )
-                raise ReplicaError(msg)
 
 
 def _detach(tensor: torch.Tensor) -> torch.Tensor:

@@ -500,7 +500,7 @@ def _is_singleton(value: Any) -> bool:
 
 
 def _has_plain_lookup(value: Any) -> bool:
-    """False for a dict with a ``__getattr__`` that raises KeyError: `copy.deepcopy` passes it on."""
+    """False for a dict with a ``__getattr__`` that raises KeyError, which deepcopy passes on."""
     try:
         getattr(value, "__deepcopy__", None)
     except Exception:  # noqa: BLE001  # code of the user's

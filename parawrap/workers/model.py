@@ -19,7 +19,7 @@ from parawrap.engine.edition import Edition, is_written_unseen
 from parawrap.engine.model_state import Asked, Doubts, ModelState, Snapshot
 from parawrap.engine.parameter_copies import Sources, note_optimizer_steps
 from parawrap.engine.places import MOST_COPIES
-from parawrap.engine.replicas import home_of
+from parawrap.engine.refused_models import home_of
 from parawrap.engine.survey import Survey
 from parawrap.errors import SessionError, UnsendableError
 from parawrap.processes.pickling import Packed, ValuePickler, pack

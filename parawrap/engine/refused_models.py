@@ -1,0 +1,81 @@
+"""Models that get no replicas: on several devices, with CUDA graphs, or with shared modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from parawrap._private_names import BUFFERS, PARAMETERS, is_compiled_module, uses_cuda_graphs
+from parawrap.engine.replica import Replica
+from parawrap.engine.survey import Survey, home_of_target
+from parawrap.errors import ReplicaError
+
+
+def home_of(module: torch.nn.Module) -> torch.device | None:
+    """Return the one device that the tensors of a module are on; None for a module without tensors.
+
+    Raises:
+        ReplicaError: If they are on several devices. The message names two of them.
+    """
+    home = home_of_target(module)
+    refuse_devices(Survey(module), home)
+    return home
+
+
+def refuse_devices(survey: Survey, home: torch.device | None) -> None:
+    """Refuse a model on several devices, or on the meta device."""
+    if home is None:
+        return
+    tables = {PARAMETERS, BUFFERS}
+    tensors = [*survey.params, *survey.tensors]
+    registered = [
+        each
+        for each in tensors
+        if not tables.isdisjoint(place.kind for place in survey.places_of(each))
+    ]
+    for tensor in registered:
+        if tensor.device != home:
+            msg = (
+                f"the model lies on several devices: {survey.paths[id(registered[0])]!r} on {home} "
+                f"and {survey.paths[id(tensor)]!r} on {tensor.device}. A replica of it would need "
+                "as many devices again; put the model on one device, or make its parts parallel "
+                "one by one"
+            )
+            raise ReplicaError(msg)
+    if home.type == "meta":
+        msg = (
+            f"no replica can be made: {survey.paths[id(registered[0])]!r} is on the meta device "
+            "and has no data to copy"
+        )
+        raise ReplicaError(msg)
+
+
+def refuse_shared_modules(survey: Survey, lanes: Sequence[Replica]) -> None:
+    """Refuse a module whose ``__deepcopy__`` returned one module for two lanes."""
+    for other in lanes[1:]:
+        for module in survey.modules:
+            if lanes[0].of(module) is other.of(module):
+                msg = (
+                    f"no replica of {survey.path_of(module)!r} can be made: its copies for two "
+                    "lanes are one module. Let its __deepcopy__ copy all attributes with "
+                    "copy.deepcopy(value, memo), or remove the method"
+                )
+                raise ReplicaError(msg)
+
+
+def refuse_cuda_graphs(survey: Survey, devices: Sequence[torch.device]) -> None:
+    """Refuse models that torch.compile runs as CUDA graphs.
+
+    torch keeps these for one thread and one stream.
+    """
+    if devices[0].type != "cuda":
+        return
+    for module in survey.modules:
+        if is_compiled_module(module) and uses_cuda_graphs(module):
+            msg = (
+                f"{survey.path_of(module)!r} is compiled to run as CUDA graphs, which only one "
+                "thread can use, and each lane has its own. Compile it with torch.compile(model), "
+                'or with mode="max-autotune-no-cudagraphs"'
+            )
+            raise ReplicaError(msg)
