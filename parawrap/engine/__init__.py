@@ -99,6 +99,8 @@ concatenate.py      | join tensors on the output device,   | engine/test_concate
 copy_checks.py      | repeat copies that another thread    | api/parallel/test_concurrency.py
                     | disturbed; compare new replicas with | api/parallel/test_same_object.py
                     | the model                            |
+copy_target.py      | how an object of any class is copied | api/parallel/test_shared_by_lanes.py
+                    | for a lane                           | api/parallel/test_same_object.py
 cut.py              | plan which arguments are cut, cache  | engine/test_cut.py
                     | plans, scatter, write rows back      | engine/test_round_trip.py
                     |                                      | api/parallel/test_cut_and_join.py
@@ -157,9 +159,8 @@ places.py           | containers of a model: where they    | api/parallel/test_f
                     | are, how they are read and written   |
 refused_models.py   | models that get no replicas          | devices/test_replica_set.py
                     |                                      | cuda/test_graphs.py
-replica.py          | one replica: how an object of any    | api/parallel/test_shared_by_lanes.py
-                    | class is copied for a lane           | api/parallel/test_same_object.py
-                    |                                      | devices/test_lane_state.py
+replica.py          | one replica: its tensors, what it    | api/parallel/test_handed_over.py
+                    | owns, what is put back               | devices/test_lane_state.py
 replicas.py         | replicas of all lanes: make,         | api/parallel/test_freshness.py
                     | refresh, renew buffers, settle       | api/parallel/test_renewed_buffers.py
                     | writes                               | devices/test_replica_set.py

@@ -68,13 +68,7 @@ def find_writes(
     Raises:
         ReplicaError: If code of the user's finds modules outside of the model.
     """
-    by_name: dict[str, list[types.FunctionType]] = {}
-    for cls in classes:
-        if _is_of_library(cls.__module__):
-            continue
-        for name, value in [*vars(cls).items()]:
-            _refuse_held(f"the class attribute {cls.__qualname__}.{name}", value)
-            by_name.setdefault(name, []).extend(_functions(value))
+    by_name = _find_methods(classes)
     waiting: list[types.FunctionType] = []
     for name in ("forward", "__call__", *methods):
         waiting += by_name.get(name, ())
@@ -85,20 +79,19 @@ def find_writes(
     while waiting:
         function = waiting.pop()
         place = paths.get(id(function)) or function.__qualname__
-        outside = [
-            (f"{place} uses the global {name!r}", value) for name, value in _read_globals(function)
-        ]
-        called = [value for _, value in outside if isinstance(value, types.FunctionType)]
+        read = [*_read_globals(function)]
         held = list_captured(function)  # by a decorator, the function that it wraps
-        called += [value for _, value in held if isinstance(value, types.FunctionType)]
-        if function not in own:  # lanes have their own closures of those
-            outside += [(f"{place} captures {name!r}", value) for name, value in held]
         if not _is_of_library(function.__module__):
-            for what, value in outside:
-                _refuse_held(what, value)
-        for code in _codes(function.__code__):
+            for name, value in read:
+                _refuse_held(f"{place} uses the global {name!r}", value)
+            if function not in own:  # lanes have their own closures of those
+                for name, value in held:
+                    _refuse_held(f"{place} captures {name!r}", value)
+        called = [value for _, value in (*read, *held) if isinstance(value, types.FunctionType)]
+        for code in _walk_code(function.__code__):
             weights = weights or not _WRITERS.isdisjoint(code.co_names)
             gradients = gradients or _writes_gradients(code)
+            # The class of an object is not known here, so all methods of the name are followed
             for name in code.co_names:
                 called += by_name.get(name, ())
         waiting += set(called) - seen
@@ -106,32 +99,47 @@ def find_writes(
     return Writes(weights, gradients)
 
 
+def _find_methods(classes: Iterable[type]) -> dict[str, list[types.FunctionType]]:
+    """Return the methods of the user's classes, by their names.
+
+    Raises:
+        ReplicaError: If a class holds a module.
+    """
+    found: dict[str, list[types.FunctionType]] = {}
+    for cls in classes:
+        if _is_of_library(cls.__module__):
+            continue
+        # A list, here and below, is made in one step: other threads may write
+        for name, value in [*vars(cls).items()]:
+            _refuse_held(f"the class attribute {cls.__qualname__}.{name}", value)
+            found.setdefault(name, []).extend(_unwrap_functions(value))
+    return found
+
+
 def list_captured(function: types.FunctionType) -> list[tuple[str, Any]]:
     """Return what a function holds: its closure, its defaults, and its attributes."""
-    cells = zip(
-        function.__code__.co_freevars, map(read_slot, function.__closure__ or ()), strict=True
-    )
+    contents = map(read_slot, function.__closure__ or ())  # ABSENT for a name without a value yet
+    held = [*zip(function.__code__.co_freevars, contents, strict=True)]
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    held = [*cells, *(("a default", part) for part in defaults), *vars(function).items()]
+    held += [("a default", part) for part in defaults]
+    held += vars(function).items()
     return [(name, part) for name, part in held if part is not ABSENT]
 
 
 def is_generator(value: Any) -> bool:
     """True for a generator of random numbers, of torch, Python, or numpy."""
-    return isinstance(value, (torch.Generator, random.Random)) or type(value).__module__.startswith(
-        "numpy.random"
-    )
+    if isinstance(value, (torch.Generator, random.Random)):
+        return True
+    return type(value).__module__.startswith("numpy.random")  # which may not be installed
 
 
 def draws_from_generator(values: Sequence[Any]) -> bool:
     """True if a value is a generator of random numbers, or a function that holds one."""
-    held = (
-        part
-        for value in values
-        if isinstance(value, types.FunctionType)
-        for _, part in list_captured(value)
-    )
-    return any(map(is_generator, chain(values, held)))
+    if any(map(is_generator, values)):
+        return True
+    functions = [value for value in values if isinstance(value, types.FunctionType)]
+    held = chain.from_iterable(map(list_captured, functions))
+    return any(is_generator(part) for _, part in held)
 
 
 def _writes_gradients(code: types.CodeType) -> bool:
@@ -160,7 +168,7 @@ def _refuse_held(what: str, value: Any) -> None:
     """Refuse a value that is a module with tensors, or a container that holds one."""
     parts: Iterable[Any] = [value]
     if isinstance(value, dict):
-        parts = [*value.values()]  # in one step, here and below: other threads may write it
+        parts = [*value.values()]
     elif isinstance(value, (list, tuple, set)):
         parts = [*value]
     for held in parts:
@@ -173,16 +181,18 @@ def _refuse_held(what: str, value: Any) -> None:
 
 def _read_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the globals that a function reads: containers, modules, and functions of users."""
-    for code in _codes(function.__code__):
+    for code in _walk_code(function.__code__):
         named = {name: function.__globals__.get(name) for name in code.co_names}
         found = {name: value for name, value in named.items() if _is_followed(value)}
+        if not found:
+            continue  # most code, which is not disassembled
         # Names of attributes are among co_names too
-        loaded = _find_loaded_globals(code) if found else set()
-        for name in found.keys() & loaded:
+        for name in found.keys() & _find_loaded_globals(code):
             yield name, found[name]
 
 
 def _is_followed(value: Any) -> bool:
+    """True for a global that may be, hold, or find a module."""
     if isinstance(value, types.FunctionType):
         return not _is_of_library(value.__module__)
     return isinstance(value, (torch.nn.Module, dict, list, tuple, set))
@@ -190,21 +200,22 @@ def _is_followed(value: Any) -> bool:
 
 def names_of_globals(code: types.CodeType) -> set[str]:
     """Return the names of the globals that code reads, also in its inner functions and classes."""
-    return {name for each in _codes(code) for name in _find_loaded_globals(each)}
+    return {name for each in _walk_code(code) for name in _find_loaded_globals(each)}
 
 
 def _find_loaded_globals(code: types.CodeType) -> set[str]:
     return {step.argval for step in dis.get_instructions(code) if step.opname in _LOADS_GLOBAL}
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def _walk_code(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield the code of a function, and that of its inner functions and classes."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from _walk_code(constant)
 
 
-def _functions(value: Any) -> list[types.FunctionType]:
+def _unwrap_functions(value: Any) -> list[types.FunctionType]:
     """Return the functions behind an entry of a class, such as a method or a property."""
     found = [getattr(value, "__func__", value)]
     if isinstance(value, property):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import compress
-from operator import attrgetter, methodcaller
+from operator import attrgetter, methodcaller, ne, not_
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from parawrap.engine.batched_copies import (
 from parawrap.engine.survey import storage_of
 
 _requires_grad = attrgetter("requires_grad")
+_is_leaf = attrgetter("is_leaf")
 _dtype_of = attrgetter("dtype")
 _layout_of = attrgetter("layout")
 _address_of = methodcaller("data_ptr")
@@ -214,18 +215,43 @@ def _without_neighbors(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_alone else tensor.clone()
 
 
+class VersionedCopies:
+    """Copies of tensors with the versions that they had.
+
+    The versions show whether forward wrote a copy in place, which is refused: the original does not
+    get the write.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Note the versions of now. `pairs` are originals, each with its copy."""
+        # An inference tensor has no version
+        versioned = [(each, copied) for each, copied in pairs if not copied.is_inference()]
+        self._originals = [original for original, _ in versioned]
+        self._copied = [copied for _, copied in versioned]
+        self._versions = [*map(version_of, self._copied)]
+
+    def find_written(self) -> torch.Tensor | None:
+        """Return an original with a copy that was written in place; None if there is none."""
+        now = [*map(version_of, self._copied)]
+        if now == self._versions:
+            return None
+        are_written = map(ne, now, self._versions)
+        return next(compress(self._originals, are_written))
+
+
 class ParameterCopies:
     """Copies of parameters on devices other than the model's.
 
     They are made at one moment, and shared by the lanes of each device. With gradients, they are
     part of the graph of one call, and each call makes new ones. Without, they are kept until the
-    parameters change (`Sources.have_changed`). New copies are new tensors: a graph may
-    hold the old ones.
+    parameters change (`Sources.have_changed`). New copies are new tensors: a graph may hold the old
+    ones.
 
     Attributes:
         originals: The parameters.
         by_device: Their copies, in the same order.
         sources: The parameters as they were before the copies were made.
+        versions: The versions of the copies.
         is_linked: True if gradients flow through the copies.
     """
 
@@ -256,11 +282,7 @@ class ParameterCopies:
             attributes.update(vars(original))
             if isinstance(original, torch.nn.Parameter):
                 attributes[IS_PARAMETER] = True
-        # The versions show whether forward wrote a copy in place, which is refused: the parameter
-        # does not get the write. An inference tensor has no version.
-        self._pairs = [pair for pair in self.pairs() if not pair[1].is_inference()]
-        self._copied = [copied for _, copied in self._pairs]
-        self._versions = [*map(version_of, self._copied)]
+        self.versions = VersionedCopies(self.pairs())
 
     @property
     def nbytes(self) -> int:
@@ -278,25 +300,13 @@ class ParameterCopies:
             found += zip(self.originals, copies, strict=True)
         return found
 
-    def find_written(self) -> torch.Tensor | None:
-        """Return a parameter with a copy that was written in place; None if there is none."""
-        now = [*map(version_of, self._copied)]
-        if now == self._versions:
-            return None
-        for pair, version, before in zip(self._pairs, now, self._versions, strict=True):
-            if version != before:
-                return pair[0]
-        return None
-
     def clear(self) -> None:
         """Let go of the copies, and of the graph that leads to the parameters.
 
         While the graph lives, its nodes for the parameters remember the stream of the call.
         """
         self.by_device = {}
-        self._pairs = []
-        self._copied = []
-        self._versions = []
+        self.versions = VersionedCopies(())
 
     def _link(self) -> dict[torch.device, list[torch.Tensor]]:
         """Return copies that gradients flow through.
@@ -305,13 +315,12 @@ class ParameterCopies:
         alone.
         """
         originals = self.originals
-        leaves: list[int] = []
-        learning: list[int] = []  # a copy of a frozen parameter is in no graph
-        computed: list[int] = []
-        for index, tensor in enumerate(originals):
-            (leaves if tensor.is_leaf else computed).append(index)
-            if tensor.is_leaf and tensor.requires_grad:
-                learning.append(index)
+        indices = range(len(originals))
+        are_leaves = [*map(_is_leaf, originals)]
+        leaves = [*compress(indices, are_leaves)]
+        computed = [*compress(indices, map(not_, are_leaves))]
+        # A copy of a frozen parameter is in no graph
+        learning = [index for index in leaves if originals[index].requires_grad]
         sources = [originals[index] for index in learning]
         packs = pack_small(sources)
         edges: tuple[torch.Tensor, ...] = ()
@@ -327,7 +336,7 @@ class ParameterCopies:
             for index in computed:
                 # Its own graph leads to leaves, so torch's plain copy is enough.
                 at[index] = transfer(originals[index], device)
-            found[device] = [at[index] for index in range(len(originals))]
+            found[device] = [at[index] for index in indices]
         return found
 
 

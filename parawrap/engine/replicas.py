@@ -574,8 +574,8 @@ class Replicas:
 
     def _refuse_writes_away(self, used: Sequence[Replica]) -> None:
         """Raise an error if forward wrote a copy of a parameter on another device."""
-        found = [self.state.away.find_written()]
-        found += [replica.find_written_script() for replica in used]
+        found = [self.state.away.versions.find_written()]
+        found += [replica.scripts.find_written() for replica in used]
         for written in found:
             if written is not None:
                 self.renew()  # the model does not have the write

@@ -230,14 +230,14 @@ class Survey:
                 continue
             self._own(value, path)
             # The last one is taken first, so objects are entered in the order of their paths
-            waiting += reversed([*self._parts(value, path)])
+            waiting += reversed([*self._enter(value, path)])
 
     def _own(self, value: Any, path: str) -> None:
         """Note an object and its path."""
         self.owned[id(value)] = value
         self.paths[id(value)] = path
 
-    def _parts(self, value: Any, path: str) -> Iterable[_Visit]:
+    def _enter(self, value: Any, path: str) -> Iterable[_Visit]:
         """Enter an object, and return each of its parts."""
         if isinstance(value, torch.Tensor):
             learns = isinstance(value, torch.nn.Parameter) or value.requires_grad
@@ -247,12 +247,12 @@ class Survey:
             self._enter_script(value, path)
             return ()
         if isinstance(value, torch.nn.Module):
-            return self._parts_of_module(value, path)
+            return self._enter_module(value, path)
         if isinstance(value, dict):
-            return self._parts_of_dict(value, path)
+            return self._enter_dict(value, path)
         if isinstance(value, LISTS):
-            items = self._enter(value, "list", path, enumerate(read_items(value)))
-            return [*items, *self._attributes(value, path)]
+            items = self._enter_container(value, "list", path, enumerate(read_items(value)))
+            return [*items, *self._enter_attributes(value, path)]
         if isinstance(value, (tuple, frozenset)):
             return [_Visit(part, f"{path}[{at}]") for at, part in enumerate(value)]
         if isinstance(value, functools.partial):
@@ -262,20 +262,20 @@ class Survey:
         if isinstance(value, types.MethodType):
             return [_Visit(value.__self__, f"{path}.__self__"), _Visit(value.__func__, path)]
         if isinstance(value, types.FunctionType):
-            return self._parts_of_function(value, path)
-        return self._parts_of_instance(value, path)
+            return self._enter_function(value, path)
+        return self._enter_instance(value, path)
 
-    def _parts_of_dict(self, value: dict[Any, Any], path: str) -> Iterable[_Visit]:
+    def _enter_dict(self, value: dict[Any, Any], path: str) -> Iterable[_Visit]:
         if vars_of(value) is value or not _has_plain_lookup(value):
             self.namespaces.append(value)
         # A list of the entries, here and below, is made in one step: other threads may write
         entries = [*dict.items(value)]
         keys = [key for key, _ in entries if not isinstance(key, _IMMUTABLE)]
-        items = self._enter(value, "items", path, entries)
-        attributes = self._attributes(value, path)
+        items = self._enter_container(value, "items", path, entries)
+        attributes = self._enter_attributes(value, path)
         return [*(_Visit(key, f"{path} key") for key in keys), *items, *attributes]
 
-    def _parts_of_module(self, module: torch.nn.Module, path: str) -> Iterable[_Visit]:
+    def _enter_module(self, module: torch.nn.Module, path: str) -> Iterable[_Visit]:
         names = {cls.__name__ for cls in type(module).__mro__}
         if names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}:
             what = repr(path) if path else "the model"
@@ -290,7 +290,7 @@ class Survey:
         state = _state_of(module)
         self.left_out += [(module, name) for name in [*vars(module)] if name not in state]
         own = [(name, part) for name, part in state.items() if name not in MODULE_TABLES]
-        attributes = self._enter(module, "vars", path, own)
+        attributes = self._enter_container(module, "vars", path, own)
         parts: list[_Visit] = []
         for name, table in state.items():
             if name in NOT_CALLED:
@@ -300,12 +300,12 @@ class Survey:
                 self._own(table, path)
                 # A table of hooks is an OrderedDict. Its own views are not read in one step
                 entries = [*dict.items(table)]
-                parts += self._enter(module, name, path, entries)
+                parts += self._enter_container(module, name, path, entries)
                 if self._shares_hooks and name in HOOK_TABLES:
                     self._shared_hooks.update(id(hook) for _, hook in entries)
         return [*parts, *attributes]
 
-    def _parts_of_function(self, function: types.FunctionType, path: str) -> Iterable[_Visit]:
+    def _enter_function(self, function: types.FunctionType, path: str) -> Iterable[_Visit]:
         if is_compiled_function(function):
             self.shared.append(function)
             return ()
@@ -318,7 +318,7 @@ class Survey:
             if _is_model(part)
         ]
 
-    def _parts_of_instance(self, value: Any, path: str) -> Iterable[_Visit]:
+    def _enter_instance(self, value: Any, path: str) -> Iterable[_Visit]:
         _refuse_weak_module(value, path)
         if isinstance(value, Iterator) and not isinstance(value, _SHARED):
             msg = (
@@ -334,9 +334,9 @@ class Survey:
             return ()
         if vars_of(value) is None and not names_of_slots(type(value)):
             self.opaque.append(value)
-        return self._attributes(value, path)
+        return self._enter_attributes(value, path)
 
-    def _attributes(self, value: Any, path: str) -> Iterable[_Visit]:
+    def _enter_attributes(self, value: Any, path: str) -> Iterable[_Visit]:
         """Enter the attributes and the slots of an object, and return them."""
         found: list[_Visit] = []
         own = vars_of(value)
@@ -344,15 +344,15 @@ class Survey:
             is_container = isinstance(value, (dict, *LISTS))
             # Of a container without attributes, the items are the only place
             if own or not is_container:
-                found += self._enter(value, "vars", path, [*own.items()])
+                found += self._enter_container(value, "vars", path, [*own.items()])
         names = names_of_slots(type(value))
         if names:
             parts = [read_slot(value, name) for name in names]
             filled = [(at, part) for at, part in enumerate(parts) if part is not ABSENT]
-            found += self._enter(value, "slots", path, filled)
+            found += self._enter_container(value, "slots", path, filled)
         return found
 
-    def _enter(
+    def _enter_container(
         self, owner: Any, kind: str, path: str, entries: Iterable[tuple[Any, Any]]
     ) -> list[_Visit]:
         """Enter a container, and return its entries."""
@@ -404,7 +404,9 @@ class Survey:
             for name, cell in zip(names, function.__closure__ or (), strict=True):
                 if id(cell) not in self.owned:
                     self.owned[id(cell)] = cell
-                    self._enter(cell, "cell", f"{self.path_of(function)} captures {name!r}", ())
+                    path = f"{self.path_of(function)} captures {name!r}"
+                    # Without entries: the walk has followed what the cell holds
+                    self._enter_container(cell, "cell", path, ())
 
 
 def storage_of(tensor: torch.Tensor) -> int:
