@@ -24,7 +24,7 @@ from parawrap.tree import ABSENT
 # changes leave a sign
 _MOST_UNCHANGED = 2
 _DICTS = (dict, OrderedDict)
-# Owners whose copies have the entries in the same order. A set has none, and a cell is filled later
+# Copies of these have the entries in the same order. A set has no order, and a cell is filled later
 _IN_ORDER = ALWAYS_NEW - {set, types.CellType}
 
 Key = tuple[int, str]
@@ -61,7 +61,7 @@ class PlainPart(NamedTuple):
 def read_plain_parts(model: Snapshot, left_out: Collection[Key]) -> list[PlainPart]:
     """Return what each copy of the model must hold too, without the places of these keys.
 
-    Parts whose classes copy themselves are left out.
+    Parts of classes that say how they are copied are left out.
     """
     found: list[PlainPart] = []
     rules: dict[type, bool] = {}  # not a cache of the process: it would keep classes alive

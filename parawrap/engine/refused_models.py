@@ -27,32 +27,31 @@ def refuse_devices(survey: Survey, home: torch.device | None) -> None:
     """Refuse a model on several devices, or on the meta device."""
     if home is None:
         return
-    tables = {PARAMETERS, BUFFERS}
-    tensors = [*survey.params, *survey.tensors]
+    # Only those that ``model.to(...)`` moves: others may lie where the user's code needs them
     registered = [
-        each
-        for each in tensors
-        if not tables.isdisjoint(place.kind for place in survey.places_of(each))
+        tensor
+        for tensor in (*survey.params, *survey.tensors)
+        if any(place.kind in (PARAMETERS, BUFFERS) for place in survey.places_of(tensor))
     ]
     for tensor in registered:
         if tensor.device != home:
+            first, other = survey.path_of(registered[0]), survey.path_of(tensor)
             msg = (
-                f"the model lies on several devices: {survey.paths[id(registered[0])]!r} on {home} "
-                f"and {survey.paths[id(tensor)]!r} on {tensor.device}. A replica of it would need "
-                "as many devices again; put the model on one device, or make its parts parallel "
-                "one by one"
+                f"the model lies on several devices: {first!r} on {home} and {other!r} on "
+                f"{tensor.device}. A replica of it would need as many devices again; put the model "
+                "on one device, or make its parts parallel one by one"
             )
             raise ReplicaError(msg)
     if home.type == "meta":
         msg = (
-            f"no replica can be made: {survey.paths[id(registered[0])]!r} is on the meta device "
-            "and has no data to copy"
+            f"no replica can be made: {survey.path_of(registered[0])!r} is on the meta device and "
+            "has no data to copy"
         )
         raise ReplicaError(msg)
 
 
 def refuse_shared_modules(survey: Survey, lanes: Sequence[Replica]) -> None:
-    """Refuse a module whose ``__deepcopy__`` returned one module for two lanes."""
+    """Refuse a module with a ``__deepcopy__`` that returned one module for two lanes."""
     for other in lanes[1:]:
         for module in survey.modules:
             if lanes[0].of(module) is other.of(module):
@@ -69,7 +68,7 @@ def refuse_cuda_graphs(survey: Survey, devices: Sequence[torch.device]) -> None:
 
     torch keeps these for one thread and one stream.
     """
-    if devices[0].type != "cuda":
+    if devices[0].type != "cuda":  # the devices of a block are of one type
         return
     for module in survey.modules:
         if is_compiled_module(module) and uses_cuda_graphs(module):

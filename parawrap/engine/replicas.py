@@ -73,6 +73,7 @@ _DECIDE = frozenset({"max_norm"})
 
 _is_dirty = attrgetter("is_dirty")
 
+# No model, before the first refresh and after a failed one
 _NOTHING = Edition(Survey(None))
 _NO_SNAPSHOT = Snapshot((), lambda _: None)
 
@@ -176,7 +177,9 @@ class Replicas:
 
     def forget(self) -> None:
         """Drop the replicas, and everything that is known of the target."""
-        before, self.state = self.state, self._know_nothing(self.state.generation + 1)
+        before = self.state
+        # First: after Ctrl-C in between, no call meets a replica without its entries
+        self.state = self._know_nothing(before.generation + 1)
         self._drop(before)
 
     # Making and renewing
@@ -188,8 +191,8 @@ class Replicas:
     def _next_generation(self, before: ModelState[Replica], changes: Changes) -> int:
         """Return the next number if the model has changed since, else that of before.
 
-        A model whose forward may write buffers unseen is made again for each call, and whole calls
-        go on: it is the same model.
+        A model that may write buffers unseen is made again for each call. That alone is not a
+        change: whole calls go on.
         """
         if changes.entries or before.sources.have_changed() or before.has_written_tensors():
             return before.generation + 1
@@ -275,7 +278,7 @@ class Replicas:
             tensors = self._copy_tensors(device, survey, home)
             lanes.append(Replica(survey, device, params, tensors, parts))
         refuse_shared_modules(survey, lanes)
-        return self._note(edition, snapshot, asked, lanes, away, versions, generation)
+        return self._note_state(edition, snapshot, asked, lanes, away, versions, generation)
 
     def _find_away(
         self,
@@ -317,7 +320,7 @@ class Replicas:
         has_places = True
         if not before.has_same_sources():
             away = self._copy_parameters(away.devices, away.originals)
-            has_places = not survey.scripts  # their copies have parameters of their own
+            has_places = not survey.scripts  # copies of these have further parameters
         has_places = has_places and self._give_parameters(before, away)
         if has_places and must_renew:
             has_places = all(self._renew_tensors_of(replica, before) for replica in before.lanes)
@@ -325,7 +328,9 @@ class Replicas:
         generation = self._next_generation(before, changes)
         if not has_places:
             return self._build(before, asked, generation)
-        return self._note(edition, before.snapshot, asked, before.lanes, away, versions, generation)
+        return self._note_state(
+            edition, before.snapshot, asked, before.lanes, away, versions, generation
+        )
 
     def _apply(self, before: ModelState[Replica], changes: Changes) -> None:
         """Set changed numbers, flags, and texts in the replicas."""
@@ -350,7 +355,7 @@ class Replicas:
                 return False
         return True
 
-    def _note(
+    def _note_state(
         self,
         edition: Edition,
         snapshot: Snapshot,
@@ -360,6 +365,7 @@ class Replicas:
         versions: Sequence[int],
         generation: int,
     ) -> ModelState[Replica]:
+        """Return the state of the model that the replicas have from here on."""
         for replica in lanes:
             replica.writes_unseen = edition.writes_unseen
         return ModelState(
@@ -433,8 +439,10 @@ class Replicas:
     ) -> list[torch.Tensor]:
         """Return the parameters as lanes on a device hold them."""
         params = survey.params
+        if device not in away.by_device and self._options.detach:
+            return [*map(_detach, params)]
         if device not in away.by_device:
-            return [*map(_detach, params)] if self._options.detach else params
+            return params
         copies = dict(zip(map(id, away.originals), away.by_device[device], strict=True))
         return [copies.get(id(tensor), tensor) for tensor in params]
 
@@ -453,12 +461,13 @@ class Replicas:
         found: list[torch.Tensor] = []
         with lasting():
             for tensor in tensors:
-                copied = moved.get(id(tensor))  # None for a tensor elsewhere than the model
-                found.append(tensor.detach().clone() if copied is None else copied)
+                # A tensor elsewhere than the model stays on its device
+                is_at_home = id(tensor) in moved
+                found.append(moved[id(tensor)] if is_at_home else tensor.detach().clone())
         with self._lock:
             self.copied_bytes += bytes_of_all(at_home)
-        for tensor, each in zip(tensors, found, strict=True):
-            vars(each).update(vars(tensor))
+        for tensor, copied in zip(tensors, found, strict=True):
+            vars(copied).update(vars(tensor))  # attributes that code of the user's has set
         return found
 
     def _drop(self, state: ModelState[Replica]) -> None:
@@ -480,7 +489,7 @@ class Replicas:
     def copy_for_lanes(self, value: Any) -> tuple[list[Any], bool]:
         """Return one copy of a callable per lane, and True if it holds a random generator.
 
-        A callable without state of its own is shared.
+        A callable without state is shared.
 
         Raises:
             ReplicaError: If it cannot be copied.
@@ -566,7 +575,7 @@ class Replicas:
         """Raise an error that names the first parameter with another version than it had.
 
         Raises:
-            ReplicaError: If there is one whose writes are not allowed.
+            ReplicaError: If there is one that forward may not write.
         """
         for tensor, before in zip(state.params, versions, strict=True):
             if version_of(tensor) != before and not may_renormalize(state.survey, tensor):
@@ -612,6 +621,7 @@ def _changes_training(changes: Changes) -> bool:
 def _is_alone() -> bool:
     """True if this thread and lanes of blocks are the only threads of Python."""
     others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+    # As `Lane.start` names its thread
     return all(each.name.startswith("parawrap-lane ") for each in others)
 
 
