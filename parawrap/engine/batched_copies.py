@@ -48,7 +48,7 @@ def copies_on(
             copies_of_plain.append(empty)
             for index in alone:
                 transfer_into(empty[index], plain[index])
-            # The copies of all tensors in their order: those of plain tensors are written below
+            # The copies of all tensors, in their order: those of plain tensors are written below
             waiting = iter(empty)
             found[device] = [
                 next(waiting) if is_plain else tensor.to(device, copy=True)
@@ -116,7 +116,7 @@ class Pack:
     def flatten(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Return the tensors of this pack, from such a sequence, as one flat tensor.
 
-        One of them at least. In the place of None are zeros.
+        At least one of them is given. Zeros fill the places of None.
         """
         own = self.pick(tensors)
         for place, order in self._orders.items():
@@ -151,20 +151,15 @@ def pack_small(tensors: Sequence[torch.Tensor]) -> list[Pack]:
     for index, tensor in enumerate(tensors):
         if tensor.layout is not torch.strided:
             continue
-        size = tensor.nbytes
+        dtype, size = tensor.dtype, tensor.nbytes
         if size > _SMALL:
             continue
-        dtype = tensor.dtype
-        # A dtype without a pack counts as one with a full pack.
-        pack = filling.get(dtype, [])
-        total = sizes.get(dtype, _MOST) + size
-        if total > _MOST:
-            pack = []
-            packs.append(pack)
-            total = size
-        pack.append(index)
-        filling[dtype] = pack
-        sizes[dtype] = total
+        if dtype not in filling or sizes[dtype] + size > _MOST:
+            filling[dtype] = []
+            sizes[dtype] = 0
+            packs.append(filling[dtype])
+        filling[dtype].append(index)
+        sizes[dtype] += size
     # A pack of one tensor would only be copied once more.
     return [Pack(tensors, pack) for pack in packs if len(pack) > 1]
 

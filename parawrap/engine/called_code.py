@@ -32,8 +32,8 @@ _FUNCTIONAL = frozenset({"autograd", "func"})
 _LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _LOADS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 
-# Libraries whose code finds no module of the user's by a global. Their forward is read like any
-# other.
+# Code of these libraries finds no module of the user's by a global. Their forward is read like any
+# other
 _LIBRARIES = ("torch", "torchvision", "transformers", "timm")
 _CURE = (
     "every lane would use the same one. Make it an attribute of the model, or an argument of "
@@ -146,11 +146,11 @@ def _writes_gradients(code: types.CodeType) -> bool:
     """True if code uses an attribute that writes gradients, or flags of parameters."""
     if _LEARNERS.isdisjoint(code.co_names):
         return False
-    before = None  # the name that was read last: that of the object in most cases
+    before = None  # the name that was read last: in most cases, that of the object
     for step in dis.get_instructions(code):
         name = step.argval
         if step.opname in _LOADS_ATTRIBUTE:
-            # To read the flag `requires_grad` is no write
+            # A read of the flag `requires_grad` is not a write
             is_functional = name == "grad" and before in _FUNCTIONAL
             if name in _LEARNERS and name != "requires_grad" and not is_functional:
                 return True

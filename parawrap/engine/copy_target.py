@@ -94,8 +94,8 @@ class _Copier:
     def copy_parts(self) -> None:
         """Enter a copy of each part of the target into the memo."""
         survey, memo = self.survey, self.memo
-        # `copy.deepcopy` would take these parts apart wrongly. Each gets an empty copy first, which
-        # the copies around it refer to, and is filled once all parts exist
+        # `copy.deepcopy` would take these parts apart wrongly. Each gets an empty copy first, to
+        # which the copies around it refer, and which is filled once all parts exist
         twins = self._without_copies(survey.twins)
         for function in twins:
             memo[id(function)] = self._make_twin(function)
@@ -183,7 +183,7 @@ class _Copier:
         twin.__doc__ = function.__doc__
         twin.__annotations__ = function.__annotations__
         vars(twin).update({name: self._copy_part(part) for name, part in vars(function).items()})
-        # Python 3.14 copies functions without a look at the memo
+        # Again into each container: Python 3.14 copies functions without a look at the memo
         for holder in self.survey.holders.get(id(function), ()):
             if holder is None:
                 continue
@@ -217,6 +217,7 @@ class _Copier:
 
     def _name_uncopied_part(self, error: Exception) -> ReplicaError:
         """Return the error that names the part that deepcopy cannot copy."""
+        # Before the search below, which would fail in the same way for any part
         if isinstance(error, RecursionError):
             msg = (
                 "the model is nested too deeply to be copied. Raise the limit with "
@@ -250,6 +251,7 @@ class _Copier:
         if copied is module:
             msg = f"{what} is the module itself. {_CURE}"
             raise ReplicaError(msg)
+        # A compiled module has no parts but the module in it, which has its own check
         if not isinstance(copied, torch.nn.Module) or is_compiled_module(module):
             return
         if vars(copied).get(COMPILED_CALL) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import ceil
 
 Sizes = Callable[[int, int], tuple[int, ...]]
 """From rows and lanes to the sizes of the shards."""
@@ -22,8 +23,10 @@ def balanced_sizes(rows: int, parts: int) -> tuple[int, ...]:
     >>> balanced_sizes(10, 4), balanced_sizes(2, 4), balanced_sizes(0, 4)
     ((3, 3, 2, 2), (1, 1), (0,))
     """
+    if rows == 0:
+        return (0,)
     if rows <= parts:
-        return (1,) * rows or (0,)
+        return (1,) * rows
     size, larger = divmod(rows, parts)
     return (size + 1,) * larger + (size,) * (parts - larger)
 
@@ -43,7 +46,8 @@ def uneven_sizes(rows: int, parts: int) -> tuple[int, ...]:
     """
     sizes = balanced_sizes(rows, parts)
     size = sizes[0]
-    if len(sizes) == 1 or sizes[-1] != size:
+    are_equal = sizes[-1] == size  # the larger come first
+    if len(sizes) == 1 or not are_equal:
         return sizes
     if size > _MOST_WITH_FEWER_PARTS:
         return (size + 1, *sizes[1:-1], size - 1)
@@ -68,7 +72,8 @@ def sizes_of_block(unit: int, *, are_uneven: bool) -> Sizes:
 
 def _avoid_single_row(sizes: Sizes, rows: int, parts: int) -> tuple[int, ...]:
     found = sizes(rows, parts)
-    while found[-1] == 1 < found[0]:
+    # The larger come first, so a single row is last
+    while found[-1] == 1 and found[0] > 1:
         found = sizes(rows, len(found) - 1)
     return found
 
@@ -86,9 +91,10 @@ def sizes_in_units(rows: int, parts: int, unit: int) -> tuple[int, ...]:
     >>> sizes_in_units(0, 4, 2)
     (0,)
     """
-    units = -(-rows // unit)
+    units = ceil(rows / unit)
     *full, last = (unit * count for count in balanced_sizes(units, parts))
-    return (*full, last - (units * unit - rows))
+    missing = units * unit - rows  # rows of the last unit
+    return (*full, last - missing)
 
 
 def hint_of_sizes(sizes: Sequence[int], largest: int, lanes: int, dim: int) -> str | None:
