@@ -108,7 +108,7 @@ def set_plain_values(
 
     Return the key of a place that holds something else; None if there is none.
     """
-    is_changed = False
+    is_set = False
     for part in parts:
         mine = replica.containers.get(part.key)
         if mine is None:  # of an object that all lanes use
@@ -119,7 +119,7 @@ def set_plain_values(
         if len(before) != len(held):
             return part.key
         # The keys of hooks are numbers. Other keys may be copies, which equal nothing
-        if part.key[1] in HOOK_TABLES and [*before] != [*held]:
+        if mine.place.kind in HOOK_TABLES and [*before] != [*held]:
             return part.key
         is_dict = isinstance(held, dict)
         values = [*held.values()] if is_dict else held
@@ -136,7 +136,7 @@ def set_plain_values(
                 return part.key
             dict.__setitem__(mine.own, name, value)
             mine.before[name] = value
-            is_changed = True
-    if is_changed:
+            is_set = True
+    if is_set:
         replica.note()
     return None

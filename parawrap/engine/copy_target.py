@@ -24,7 +24,7 @@ from parawrap._private_names import (
     recompile_copy,
 )
 from parawrap.engine.places import has_rules_for_copies, read_slot
-from parawrap.engine.survey import Survey, vars_of
+from parawrap.engine.survey import Survey, owner_of, vars_of
 from parawrap.errors import ReplicaError
 
 _CURE = (
@@ -188,13 +188,12 @@ class _Copier:
             if holder is None:
                 continue
             owner = self.of(holder.place.owner)
-            if owner is not holder.place.owner:  # lanes share it
+            if owner is not holder.place.owner:  # one that lanes share keeps the original
                 holder.place.container(owner)[holder.key] = twin
 
     def _is_part(self, value: Any) -> bool:
         """True if the target leads to a value that a function holds, or to its object."""
-        owner = value.__self__ if isinstance(value, types.MethodType) else value
-        return id(owner) in self.survey.owned
+        return id(owner_of(value)) in self.survey.owned
 
     def _copy_part(self, value: Any) -> Any:
         """Return the copy of a value that a function holds, or the value if lanes share it."""

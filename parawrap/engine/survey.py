@@ -433,9 +433,14 @@ def home_of_survey(survey: Survey) -> torch.device | None:
 
 def home_of_target(target: Any) -> torch.device | None:
     """Return the device of the first parameter or buffer of a module; None without one."""
-    module = target.__self__ if isinstance(target, types.MethodType) else target
+    module = owner_of(target)
     first = _first_tensor(module) if isinstance(module, torch.nn.Module) else None
     return None if first is None else first.device
+
+
+def owner_of(value: Any) -> Any:
+    """Return the object of a bound method; any other value itself."""
+    return value.__self__ if isinstance(value, types.MethodType) else value
 
 
 def _first_tensor(module: torch.nn.Module) -> torch.Tensor | None:
@@ -443,6 +448,7 @@ def _first_tensor(module: torch.nn.Module) -> torch.Tensor | None:
     for _ in range(MOST_READS):
         with contextlib.suppress(RuntimeError):  # another thread adds or removes a layer
             return next(chain(module.parameters(), module.buffers()), None)
+    # Once more for the error
     return next(chain(module.parameters(), module.buffers()), None)
 
 
@@ -467,9 +473,10 @@ def _state_of(module: torch.nn.Module) -> dict[str, Any]:
 
 def _is_model(part: Any) -> bool:
     """True for a part of a closure that belongs to the model: lanes share all other parts."""
-    part = part.__self__ if isinstance(part, types.MethodType) else part
+    part = owner_of(part)
     is_code = isinstance(part, (torch.nn.Module, types.FunctionType, functools.partial))
-    return is_code or is_generator(part) or (isinstance(part, torch.Tensor) and part.requires_grad)
+    learns = isinstance(part, torch.Tensor) and part.requires_grad
+    return is_code or learns or is_generator(part)
 
 
 def _is_shared(value: Any) -> bool:
@@ -486,8 +493,7 @@ def _refuse_weak_module(value: Any, path: str) -> None:
     """Refuse a weak reference to a module, or to a method of one."""
     if not isinstance(value, weakref.ref):
         return
-    referent = value()
-    owner = referent.__self__ if isinstance(referent, types.MethodType) else referent
+    owner = owner_of(value())
     if isinstance(owner, torch.nn.Module):
         msg = (
             f"{path!r} is a weak reference to a {type(owner).__name__}; its copy would lead to the "
@@ -521,11 +527,11 @@ def _leads(part: Any, parts: set[int], depth: int = 0) -> bool:
     Raises:
         ReplicaError: If it is a list, tuple, or dict of such parts.
     """
-    part = part.__self__ if isinstance(part, types.MethodType) else part
+    part = owner_of(part)
     if id(part) in parts or isinstance(part, (torch.nn.Module, functools.partial)):
         return True
     if depth < _DEEPEST_LIST and isinstance(part, (list, tuple, dict)):
-        held = [*(part.values() if isinstance(part, dict) else part)]
+        held = [*part.values()] if isinstance(part, dict) else [*part]
         if any(_leads(each, parts, depth + 1) for each in held):
             msg = (
                 f"a function captures a {type(part).__name__} that holds parts of the model. Make "
