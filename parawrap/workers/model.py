@@ -185,8 +185,8 @@ class SentModel:
     def _survey_target(self, asked: Asked) -> ModelState[Any]:
         survey = Survey(None if isinstance(self.target, Build) else self.target)
         refuse_generators(survey, "the model")
-        edition = Edition(survey)
         snapshot = Snapshot(survey.places, lambda owner: owner, is_model=True)
+        edition = Edition(survey)  # after the snapshot, as in `Replicas`
         self._tensors = [*survey.params, *survey.tensors]
         # A write into any tensor shows, since workers have copies of all
         state: ModelState[Any] = ModelState(

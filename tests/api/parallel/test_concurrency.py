@@ -21,6 +21,7 @@ from torch.testing import assert_close
 from torch.utils.hooks import RemovableHandle
 
 from parawrap import parallel
+from parawrap.engine.edition import Edition
 from tests.helpers.calling import Stateful, lane_threads, mlp
 from tests.helpers.processes import run_script
 from tests.helpers.waiting import PATIENCE_S, eventually
@@ -273,6 +274,24 @@ def test_changes_while_lanes_are_made(change):
         another.submit(int).result()  # there is a thread that may have made the changes
         for output in model(x), model(x), *p.map([x, x]):
             assert_close(output, forward(model, x).expand(5, 2))
+
+
+@torch.no_grad()
+def test_a_training_flag_set_while_lanes_are_made(monkeypatch):
+    """A flag that another thread sets just after the flags were read counts for the call."""
+    model, x = nn.Sequential(nn.BatchNorm1d(2)).eval(), torch.randn(6, 2)
+    works = [model.train]
+
+    class EditionMeanwhile(Edition):
+        def __init__(self, survey):
+            super().__init__(survey)
+            if works:
+                works.pop()()
+
+    monkeypatch.setattr("parawrap.engine.replicas.Edition", EditionMeanwhile)
+    with parallel(model, TWO, out_dims=0):
+        model(x)
+    assert model[0].num_batches_tracked == 1
 
 
 @torch.no_grad()
