@@ -104,6 +104,7 @@ def _has_only(survey: Survey, is_known: Callable[[torch.nn.Module], bool]) -> bo
 
 
 def _is_quiet_module(module: torch.nn.Module) -> bool:
+    """True for a listed layer that writes nothing: a batch norm writes in training mode."""
     writes = module.training and type(module) in _QUIET_IN_EVAL
     return not writes and _is_listed_module(module)
 
@@ -113,7 +114,7 @@ def _is_listed_module(module: torch.nn.Module) -> bool:
     cls = type(module)
     if cls not in _QUIET_CLASSES and cls not in _QUIET_IN_EVAL:
         return False
-    own = [*vars(module).items()]
+    own = [*vars(module).items()]  # one step: other threads may write
     has_hooks = any(name in HOOK_TABLES and part for name, part in own if name not in NOT_CALLED)
     has_code = any(callable(part) and hasattr(cls, name) for name, part in own)
     is_own_forward = cls.forward.__module__.startswith("torch.")

@@ -89,7 +89,7 @@ def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) ->
     for replica in used:
         if not replica.is_dirty:  # a look after the call has found nothing
             continue
-        for change in replica.snapshot.changes():
+        for change in replica.snapshot.list_changes():
             place, key = change.place, change.key
             if place.kind in HOOK_TABLES:
                 continue  # as for output_hidden_states; put back, and nothing of the model's

@@ -93,7 +93,7 @@ class Change(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a snapshot compares.
+    """The contents that a snapshot compares.
 
     Attributes:
         values: The objects in the containers, one after another. They are compared by identity.
@@ -125,11 +125,11 @@ NO_CHANGES = Changes((), None)
 
 
 class Container:
-    """A container, its owner, and what it must hold.
+    """A container, its owner, and the contents that it must have.
 
     Attributes:
         own: The container itself.
-        before: What it must hold: a dict for a dict, a list for all others.
+        before: These contents: a dict for a dict, a list for all others.
     """
 
     __slots__ = ("before", "own", "owner", "place")
@@ -147,7 +147,7 @@ class Container:
 
 
 class _Entered(NamedTuple):
-    """What containers held when they were entered, sorted as in `Snapshot`."""
+    """The contents of containers when they were entered, sorted as in `Snapshot`."""
 
     modules: list[dict[str, Any]]
     instances: list[Iterable[Any]]
@@ -207,7 +207,7 @@ class Snapshot:
         self._hooks = self._read_hooks(entered.modules)
 
     def _enter(self, found: Container, entered: _Entered) -> None:
-        """Sort a container into the lists above, and what it held into those of `entered`."""
+        """Sort a container into the lists above, and its contents into those of `entered`."""
         own, kind = found.own, found.place.kind
         self.containers[found.place.key] = found
         if not isinstance(own, dict):
@@ -217,8 +217,8 @@ class Snapshot:
         self._dicts.append(found)
         if kind == "vars" and self._is_model:
             self._owners.append(found.owner)
-        # The ``__dict__`` of a block's own module is a `PlainView`, whose `__getitem__` is Python:
-        # it is read whole, as those of other objects
+        # The ``__dict__`` of a block's own module is a `PlainView` with a `__getitem__` in Python.
+        # So it is read whole, as those of other objects
         if kind == "vars" and type(own) is dict and isinstance(found.owner, torch.nn.Module):
             self._enter_module(found, entered)
         elif found.before:
@@ -335,7 +335,7 @@ class Snapshot:
             mark = self._read_held()
         except (KeyError, RuntimeError):  # as in `is_same`: such changes cannot be accepted
             mark = None
-        return Changes(self.changes(), mark)
+        return Changes(self.list_changes(), mark)
 
     def accept(self, changes: Changes) -> None:
         """Accept changes of entries of dicts."""
@@ -344,7 +344,7 @@ class Snapshot:
             self.containers[place.key].before[key] = now
         self._held = changes.mark
 
-    def changes(self) -> list[Change]:
+    def list_changes(self) -> list[Change]:
         """Return the entries that differ from those that must be held.
 
         A replaced ``__dict__`` is an entry.
@@ -579,7 +579,7 @@ class ModelState(Generic[CopyT]):
             and (not self._streams or self._streams == self._read_streams())
         )
 
-    # What a refresh reads, to find out how much must be done
+    # For a refresh: how much must be done?
 
     def must_rebuild(self) -> bool:
         """True if everything must be made again.

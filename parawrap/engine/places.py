@@ -25,7 +25,8 @@ TABLES = (PARAMETERS, BUFFERS, CHILDREN)
 # Reads of what another thread changes, before Python's error is raised. A thread that writes all
 # the time lets a read through long before; a guess that no test has contradicted
 MOST_READS = 1000
-MOST_COPIES = 8  # a guess that no test has contradicted
+# A guess that no test has contradicted: a thread that changes the model has paused by then
+MOST_COPIES = 8
 """How often a model is copied at most because another thread changes it meanwhile.
 
 Then calls run plainly.
