@@ -97,12 +97,12 @@ def _read_memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch
 #
 # - One per pack of small parameters, for their gradients as one flat tensor. torch adds it up once
 #   per device; the gradients of a thousand biases would be a thousand additions per device.
-# - One per parameter, for a gradient that goes alone: of a large parameter, whose addition takes
+# - One per parameter, for a gradient that goes alone: of a large parameter, as its addition takes
 #   longer than the call that starts it; a sparse one; and one of few in a backward pass. A
 #   reentrant checkpoint runs the node once per segment, and would send all packs each time.
-# - One for a vector on the CPU, with a 1 per parameter whose gradient is in a flat tensor. torch
-#   adds these vectors too, so the sum says which parameters have a gradient on any device. The
-#   others must get None, and not the zeros that fill their places.
+# - One for a vector on the CPU, with a 1 per parameter that has its gradient in a flat tensor.
+#   torch adds these vectors too, so the sum says which parameters have a gradient on any device.
+#   The others must get None, and not the zeros that fill their places.
 #
 # Both nodes save nothing, so one graph serves any number of backward passes.
 
@@ -129,13 +129,15 @@ class _AtHome(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         # The parameters own the gradients from here on, and torch adds to each of them in place.
+        # They come in the order of `forward`: one per parameter, one per pack, and the vector
         count = len(gradients) - len(ctx.packs) - 1
         found = [
             None if gradient is None else _without_neighbors(gradient)
             for gradient in gradients[:count]
         ]
         *flats, is_packed = gradients[count:]
-        sums = [] if is_packed is None else is_packed.tolist()  # on the CPU: no device waits
+        # Without a vector, there is no flat tensor. It is on the CPU, so no device waits
+        sums = [] if is_packed is None else is_packed.tolist()
         for pack, flat in zip(ctx.packs, flats, strict=True):
             if flat is None:
                 continue
@@ -196,9 +198,10 @@ class _Broadcast(torch.autograd.Function):
 
 
 def _own_copies(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors with memory and versions of their own, in the memory formats of the pieces."""
+    """Return copies that share no memory and no version, in the memory formats of the pieces."""
+    # A write in place has no graph, and batches of gradients, as below, have no memory to write
     if torch.is_grad_enabled() or not storage_of(pieces[0]):
-        return [piece.clone() for piece in pieces]  # in a graph, or batches of gradients, as below
+        return [piece.clone() for piece in pieces]
     copies = [*map(torch.empty_like, pieces)]
     copy_all(copies, pieces)
     return copies
