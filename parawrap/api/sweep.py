@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from parawrap._public import public
 from parawrap.backends import user_frames
+from parawrap.errors import LaunchError, add_note
 from parawrap.launch import (
     Job,
     Launch,
@@ -76,7 +77,13 @@ class Sweep(Iterator[RankResults[R] | Exception], Generic[R]):
         return next(self._outcomes)
 
     def close(self) -> None:
-        """Cancel the launches that have not ended, and start no others."""
+        """Cancel the launches that have not ended, and start no others.
+
+        Call it in the thread that iterates.
+
+        Raises:
+            ValueError: If another thread waits in ``next``.
+        """
         self._outcomes.close()
 
     def dry_run(self) -> str:
@@ -205,6 +212,24 @@ def _outcome(wait: Callable[[], RankResults[Any]]) -> RankResults[Any] | Excepti
         return wait()
     except Exception as error:  # noqa: BLE001 (yielded instead of results)
         return error.with_traceback(user_frames(error.__traceback__))
+    except BaseException as error:
+        # Only exceptions of ranks have notes. Ctrl-C in this process ends the sweep
+        notes = getattr(error, "__notes__", ())
+        if not notes:
+            raise
+        return _as_exception(error, notes)
+
+
+def _as_exception(error: BaseException, notes: Sequence[str]) -> LaunchError:
+    """Return an `Exception` for a KeyboardInterrupt, for example, that a rank raised.
+
+    Loops over a sweep find failed launches with ``isinstance(outcome, Exception)``.
+    """
+    failure = LaunchError(f"a rank raised {type(error).__name__}, so this launch has no results")
+    failure.__cause__ = error.with_traceback(None)
+    for note in notes:
+        add_note(failure, note)
+    return failure
 
 
 class _Queue:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from parawrap import RankResults, current_rank, wrapper
-from parawrap.errors import PlatformError, UnsendableError
+from parawrap.errors import LaunchError, PlatformError, UnsendableError
 from parawrap.processes.process_groups import free_port
 from tests.helpers.processes import ranks, run_script
 from tests.helpers.scripts import read_script
@@ -44,6 +44,24 @@ def test_errors_come_in_their_places():
     assert str(unsendable).startswith("args[0] cannot be sent")
     assert last == RankResults([(0.5, 0), (0.5, 1)])
     assert list(inverse.map([])) == []
+
+
+@pytest.mark.parametrize("max_parallel", [1, 2])
+def test_interrupts_of_ranks_end_one_launch(max_parallel):
+    """A KeyboardInterrupt that a rank raised is a failure of its launch, not Ctrl-C here."""
+
+    @train()
+    def interrupted(x):
+        if x == 1:
+            raise KeyboardInterrupt
+        return x
+
+    first, failed, last = interrupted.map(range(3), max_parallel=max_parallel)
+    assert (first, last) == ((0,), (2,))
+    assert type(failed) is LaunchError
+    assert str(failed).startswith("a rank raised KeyboardInterrupt, so this launch has no")
+    assert type(failed.__cause__) is KeyboardInterrupt
+    assert failed.__notes__[0].startswith("raised in rank 0 of 1")
 
 
 def test_tracebacks_show_user_lines():
