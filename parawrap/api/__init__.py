@@ -17,6 +17,8 @@ _containers.py          | read, rebuild, and transpose    | api/test_collate.py
 _decorated.py           | decorated functions and         | api/test_wrapper_methods.py
                         | methods: metadata, binding,     | api/test_wrapper.py
                         | pickles                         |
+_differences.py         | differences between tensors,    | api/test_compare.py
+                        | and what rounding explains      | api/test_check_rowwise.py
 _map_and_submit.py      | `p.map` and `p.submit`: check   | api/parallel/test_streams.py
                         | their options, draw the         |
                         | progress bar                    |

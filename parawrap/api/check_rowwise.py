@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 
-from parawrap.api.compare import difference, rounding_of
+from parawrap.api._differences import difference, rounding_of
 from parawrap.api.parallel import parallel
 from parawrap.backends import ignore_speed_warnings
 from parawrap.engine.columns import is_array
@@ -16,6 +17,8 @@ from parawrap.engine.streams import as_call
 from parawrap.errors import ShardError, VerifyError
 from parawrap.tree import WholeLeaf, addresses, flatten, tensors_in, unflatten
 
+# Each number puts the cuts at other rows. With 8 lanes, shards have few rows, so that mixed rows
+# differ most. A guess that no test has contradicted
 _LANES = (2, 3, 8)
 _MOST_NAMED = 4  # differences in a message: more would not fit a terminal
 
@@ -71,31 +74,32 @@ def check_rowwise(
         msg = f"model is a {kind}, not a torch.nn.Module. Call the function in forward of a module"
         raise TypeError(msg)
     method, *_ = options.get("methods", ("forward",))
-    plain = copy.deepcopy(model)
-    before = torch.get_rng_state()
-    expected = _results(plain, method, batch, loss)
-    draws = not torch.equal(before, torch.get_rng_state())
-    is_cut = False
-    device = next(
-        (tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu")
-    )
+    random_state = torch.get_rng_state()
+    expected = _run_call(copy.deepcopy(model), method, batch, loss)
+    draws_numbers = not torch.equal(random_state, torch.get_rng_state())
+    held = next(chain(model.parameters(), model.buffers()), None)
+    device = torch.device("cpu") if held is None else held.device
+    was_cut = False
     for lanes in _LANES:
+        # A copy for each cut: a call in train mode changes buffers
         cut = copy.deepcopy(model)
         with ignore_speed_warnings(), parallel(cut, [device] * lanes, **options) as block:
-            found = _results(cut, method, batch, loss)
+            found = _run_call(cut, method, batch, loss)
         sizes = block.stats().shards
-        is_cut = is_cut or len(sizes) > 1
-        problems = [*_problems(found, expected, rtol)]
-        if problems:
-            more = [f"{len(problems) - _MOST_NAMED} more"] if len(problems) > _MOST_NAMED else []
+        was_cut = was_cut or len(sizes) > 1
+        differences = [*_describe_differences(found, expected, rtol)]
+        if differences:
+            named = differences[:_MOST_NAMED]
+            if len(differences) > _MOST_NAMED:
+                named.append(f"{len(differences) - _MOST_NAMED} more")
             msg = (
                 f"{type(model).__name__} mixes rows. With {sum(sizes)} rows cut as "
-                f"{' + '.join(map(str, sizes))}, {'; '.join([*problems[:_MOST_NAMED], *more])}"
+                f"{' + '.join(map(str, sizes))}, {'; '.join(named)}"
             )
-            if draws:
+            if draws_numbers:
                 msg += ". It draws random numbers, which differ between cuts. Use eval mode"
             raise VerifyError(msg)
-    if not is_cut:
+    if not was_cut:
         msg = (
             "the batch was not cut, so there was nothing to compare. Give a batch of 5 rows or "
             "more, as tensors"
@@ -103,7 +107,7 @@ def check_rowwise(
         raise ShardError(msg)
 
 
-def _results(
+def _run_call(
     model: torch.nn.Module, method: str, batch: Any, loss: Callable[[Any], torch.Tensor] | None
 ) -> dict[str, Any]:
     """Run a call and its backward pass with copies of the batch's tensors.
@@ -112,52 +116,50 @@ def _results(
     """
     leaves, spec = flatten(batch)
     copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    inputs = [
-        leaf for leaf in copies if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    ]
-    for leaf in inputs if torch.is_grad_enabled() else ():
-        leaf.requires_grad_()
+    tensors = [leaf for leaf in copies if isinstance(leaf, torch.Tensor)]
+    inputs = [tensor for tensor in tensors if tensor.is_floating_point()]
+    if torch.is_grad_enabled():
+        for tensor in inputs:
+            tensor.requires_grad_()
     args, kwargs = as_call(unflatten(spec, copies))
-    output = (
-        getattr(model, method)(*args, **kwargs) if method != "forward" else model(*args, **kwargs)
-    )
-    leaves, spec = flatten(output)
-    total = _weigh(leaves) if loss is None else loss(output)
+    # The call of the module itself runs its hooks
+    call = model if method == "forward" else getattr(model, method)
+    output = call(*args, **kwargs)
+    outputs, spec = flatten(output)
+    total = _weigh(outputs) if loss is None else loss(output)
     if total is not None and total.requires_grad:
         total.backward()
-    values = {
-        name: part
-        for place, leaf in zip(addresses(spec, "output"), leaves, strict=True)
-        for name, part in _parts(place, leaf)
-    }
-    values |= {
-        f"the gradient of {name!r}": parameter.grad for name, parameter in model.named_parameters()
-    }
-    values |= {f"the gradient of input {index}": leaf.grad for index, leaf in enumerate(inputs)}
-    values |= {f"input {index} after the call": leaf for index, leaf in enumerate(inputs)}
-    values |= {f"buffer {name!r}": buffer for name, buffer in model.named_buffers()}
-    return {
-        name: torch.as_tensor(value).detach().clone()
-        if isinstance(value, torch.Tensor | bool | int | float)
-        else value
-        for name, value in values.items()
-        if value is not None
-    }
+
+    values: dict[str, Any] = {}
+    for place, leaf in zip(addresses(spec, "output"), outputs, strict=True):
+        values |= _name_values(place, leaf)
+    for name, parameter in model.named_parameters():
+        values[f"the gradient of {name!r}"] = parameter.grad
+    for index, tensor in enumerate(inputs):
+        values[f"the gradient of input {index}"] = tensor.grad
+    for index, tensor in enumerate(inputs):
+        values[f"input {index} after the call"] = tensor
+    for name, buffer in model.named_buffers():
+        values[f"buffer {name!r}"] = buffer
+    return {name: _as_result(value) for name, value in values.items() if value is not None}
 
 
-def _parts(place: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a leaf to compare: tensors of a cache, an array as a tensor, or it."""
+def _as_result(value: Any) -> Any:
+    """Return a copy of a tensor, a number as a tensor, and any other value as it is."""
+    if isinstance(value, torch.Tensor | bool | int | float):
+        return torch.as_tensor(value).detach().clone()
+    return value
+
+
+def _name_values(place: str, leaf: Any) -> dict[str, Any]:
+    """Return the values of a leaf to compare: tensors of a cache, an array as a tensor, or it."""
     if isinstance(leaf, WholeLeaf):
-        yield from (
-            (f"{place}, tensor {index}", tensor) for index, tensor in enumerate(tensors_in(leaf))
-        )
-    else:
-        yield (
-            place,
-            torch.from_numpy(leaf.copy())
-            if is_array(leaf) and leaf.dtype.kind in "biufc"
-            else leaf,
-        )
+        tensors = enumerate(tensors_in(leaf))
+        return {f"{place}, tensor {index}": tensor for index, tensor in tensors}
+    # Without arrays of texts, objects, and dates: torch has no such dtypes
+    if is_array(leaf) and leaf.dtype.kind in "biufc":
+        return {place: torch.from_numpy(leaf.copy())}
+    return {place: leaf}
 
 
 def _weigh(leaves: list[Any]) -> torch.Tensor | None:
@@ -165,31 +167,43 @@ def _weigh(leaves: list[Any]) -> torch.Tensor | None:
 
     Without them, differences could cancel out.
     """
-    total, generator = None, torch.Generator().manual_seed(0)
+    total = None
+    # Its own generator: the same weights in each call, and no draw from the caller's numbers
+    generator = torch.Generator().manual_seed(0)
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.requires_grad:
-            part = (leaf * torch.rand(leaf.shape, generator=generator).to(leaf)).sum()
+            weights = torch.rand(leaf.shape, generator=generator).to(leaf)
+            part = (leaf * weights).sum()
             total = part if total is None else total + part
     return total
 
 
-def _problems(found: dict[str, Any], expected: dict[str, Any], rtol: float | None) -> Iterator[str]:
+def _describe_differences(
+    found: dict[str, Any], expected: dict[str, Any], rtol: float | None
+) -> Iterator[str]:
     """Yield a description of each difference."""
     for name in dict.fromkeys((*expected, *found)):
-        if name not in found or name not in expected:
-            yield f"{name} is missing in the {'plain' if name in found else 'cut'} call"
-            continue
-        ours, plain = found[name], expected[name]
-        if not isinstance(plain, torch.Tensor):
-            if isinstance(plain, str | bytes) and ours != plain:
-                yield f"{name} is {ours!r}, not {plain!r}"
-            continue
-        gap = difference([ours], [plain])
-        allowed = rounding_of(plain.dtype)
-        if rtol is not None and allowed:  # integers must be equal
-            allowed = rtol
-        if ours.shape != plain.shape:
-            yield f"{name} has shape {tuple(ours.shape)}, not {tuple(plain.shape)}"
-        elif gap.relative > allowed:
-            size = f"{gap.absolute:.1e}, {gap.relative:.1e} of its largest value"
-            yield f"{name} differs by up to {size}"
+        if name not in found:
+            yield f"{name} is missing in the cut call"
+        elif name not in expected:
+            yield f"{name} is missing in the plain call"
+        elif isinstance(expected[name], torch.Tensor):
+            yield from _describe_gap(name, found[name], expected[name], rtol)
+        elif isinstance(expected[name], str | bytes) and found[name] != expected[name]:
+            yield f"{name} is {found[name]!r}, not {expected[name]!r}"
+
+
+def _describe_gap(
+    name: str, ours: torch.Tensor, plain: torch.Tensor, rtol: float | None
+) -> Iterator[str]:
+    """Yield a description of the difference of two tensors, if they differ."""
+    if ours.shape != plain.shape:
+        yield f"{name} has shape {tuple(ours.shape)}, not {tuple(plain.shape)}"
+        return
+    allowed = rounding_of(plain.dtype)
+    if rtol is not None and allowed:  # integers must be equal
+        allowed = rtol
+    gap = difference([ours], [plain])
+    if gap.relative > allowed:
+        size = f"{gap.absolute:.1e}, {gap.relative:.1e} of its largest value"
+        yield f"{name} differs by up to {size}"

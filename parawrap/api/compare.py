@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -15,6 +13,7 @@ import torch
 
 from parawrap._public import public
 from parawrap.api._check_arguments import is_platform
+from parawrap.api._differences import Difference, difference, largest_of
 from parawrap.api.other_programs import describe_other_programs, read_core_times
 from parawrap.api.parallel import Parallel, parallel
 from parawrap.backends import Devices, backend_of, ignore_speed_warnings
@@ -41,24 +40,6 @@ _HEADER = (
 )
 
 
-class Difference(NamedTuple):
-    """The greatest difference from the plain way.
-
-    Attributes:
-        absolute: The difference itself.
-        relative: The difference in relation to the largest value of the same output, or to the
-            largest value of all gradients.
-        exceeds_rounding: True if a tensor differs by more than rounding explains.
-    """
-
-    absolute: float
-    relative: float
-    exceeds_rounding: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.absolute:.1e} ({self.relative:.1e})" if self.absolute else "0"
-
-
 @dataclass(frozen=True, slots=True)
 class Way:
     """Measurements of one way to run the call.
@@ -80,6 +61,11 @@ class Way:
     def quartiles(self) -> list[float]:
         """The quartiles of the times in seconds. The second one is the median."""
         return statistics.quantiles(self.seconds, n=4, method="inclusive")
+
+    @property
+    def median(self) -> float:
+        """The median of the times in seconds."""
+        return self.quartiles[1]
 
     @property
     def is_plain(self) -> bool:
@@ -114,8 +100,8 @@ class Comparison:
     conclusion: str = ""
 
     def __repr__(self) -> str:
-        medians = (f"{way.name} {1e3 * way.quartiles[1]:.3g} ms" for way in self.ways)
-        return f"<Comparison: {', '.join(medians)}. {' '.join(self.conclusion.splitlines())}>"
+        medians = ", ".join(f"{way.name} {1e3 * way.median:.3g} ms" for way in self.ways)
+        return f"<Comparison: {medians}. {' '.join(self.conclusion.splitlines())}>"
 
     def __str__(self) -> str:
         return str(self._table())
@@ -124,15 +110,18 @@ class Comparison:
         return self._table().html()
 
     def _table(self) -> Table:
+        has_gradients = self.ways[0].gradients is not None
+        fastest = _fastest_plain(self.ways)
         rows = []
-        fastest = _fastest_plain(self.ways).quartiles[1]
         for way in self.ways:
             low, median, high = (f"{1e3 * quartile:.3f}" for quartile in way.quartiles)
-            times = median, f"{low} to {high}", f"{fastest / way.quartiles[1]:.2f}"
-            rows.append((way.name, *times, str(way.outputs), str(way.gradients)))
-        columns = len(_HEADER) if self.ways[0].gradients else len(_HEADER) - 1
-        shown = [row[:columns] for row in rows]
-        return Table(self.title, _HEADER[:columns], shown, footer=self.conclusion)
+            speed_up = f"{fastest.median / way.median:.2f}"
+            row = [way.name, median, f"{low} to {high}", speed_up, str(way.outputs)]
+            if has_gradients:
+                row.append(str(way.gradients))
+            rows.append(row)
+        header = _HEADER if has_gradients else _HEADER[:-1]  # the last column is of gradients
+        return Table(self.title, header, rows, footer=self.conclusion)
 
 
 def conclude(ways: Sequence[Way], places: str) -> str:
@@ -153,32 +142,34 @@ def conclude(ways: Sequence[Way], places: str) -> str:
         "map": f"map over {places}",
         "lanes": f"a {call} cut over {places}",
     }
-    lines = {"map": "write p.map(batches)", "lanes": f"write the {call} inside the block"}
+    advice = {"map": "write p.map(batches)", "lanes": f"write the {call} inside the block"}
     keep = f"keep the plain {call}"
-    gain = _median(ways[0]) / _median(plain)
-    if gain > _WORTH_A_SETTING and plain.is_faster_than(ways[0]) and not plain.name_changes():
+    if _needs_one_thread(plain, ways[0]):
         keep += " and write torch.set_num_threads(1) before it"
 
     blocks = [way for way in ways if not way.is_plain]
-    faster = [way for way in blocks if way.is_faster_than(plain)]
     usable = [way for way in blocks if not way.name_changes()]
-    best = min([way for way in faster if way in usable] or usable, key=_median, default=None)
-    if best is None:
+    # Without a faster way, the best of the others is the one to compare with
+    candidates = [way for way in usable if way.is_faster_than(plain)] or usable
+    if not candidates:
         sentences = [f"Every way changes the results: {keep}."]
-    elif best in faster:
-        speed_up = f"{_median(plain) / _median(best):.2f} times as fast"
-        than = f"the fastest plain way ({plain.name})"
-        sentences = [f"{subjects[best.name]} is {speed_up} as {than}: {lines[best.name]}."]
-    elif plain.is_faster_than(best):
-        no_way = "No way that keeps the results" if len(usable) < len(blocks) else "No way"
-        sentences = [f"{no_way} is faster than {subjects[plain.name]}: {keep}."]
     else:
-        pair = f"{subjects[plain.name]} and {subjects[best.name]}"
-        found = f"no difference was found between {pair} (their middle halves overlap)"
-        sentences = [f"{found}: {keep}."]
-    for way in faster:
-        if changed := way.name_changes():
-            speed_up = f"{_median(plain) / _median(way):.2f} times as fast"
+        best = min(candidates, key=_median)
+        if best.is_faster_than(plain):
+            speed_up = f"{plain.median / best.median:.2f} times as fast"
+            than = f"the fastest plain way ({plain.name})"
+            sentences = [f"{subjects[best.name]} is {speed_up} as {than}: {advice[best.name]}."]
+        elif plain.is_faster_than(best):
+            no_way = "No way that keeps the results" if len(usable) < len(blocks) else "No way"
+            sentences = [f"{no_way} is faster than {subjects[plain.name]}: {keep}."]
+        else:
+            pair = f"{subjects[plain.name]} and {subjects[best.name]}"
+            found = f"no difference was found between {pair} (their middle halves overlap)"
+            sentences = [f"{found}: {keep}."]
+    for way in blocks:
+        changed = way.name_changes()
+        if changed and way.is_faster_than(plain):
+            speed_up = f"{plain.median / way.median:.2f} times as fast"
             sentences.append(
                 f"{subjects[way.name]} is {speed_up}, but changes the {changed} by more than "
                 "rounding: find out why before you use it."
@@ -186,72 +177,22 @@ def conclude(ways: Sequence[Way], places: str) -> str:
     return "\n".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
 
 
+def _needs_one_thread(fastest: Way, as_set: Way) -> bool:
+    """True if the fastest plain way is worth a setting that holds for the whole process.
+
+    `as_set` is the plain way with the number of threads that the caller has set.
+    """
+    gain = as_set.median / fastest.median
+    is_clear = gain > _WORTH_A_SETTING and fastest.is_faster_than(as_set)
+    return is_clear and not fastest.name_changes()
+
+
 def _median(way: Way) -> float:
-    return way.quartiles[1]
+    return way.median
 
 
 def _fastest_plain(ways: Sequence[Way]) -> Way:
     return min((way for way in ways if way.is_plain), key=_median)
-
-
-def rounding_of(dtype: torch.dtype) -> float:
-    """Return the largest relative difference that rounding explains.
-
-    Half of the digits of a number agree then. Integers must be equal.
-    """
-    is_exact = not (dtype.is_floating_point or dtype.is_complex)
-    return 0.0 if is_exact else torch.finfo(dtype).eps ** 0.5
-
-
-def largest_of(tensors: Sequence[torch.Tensor]) -> float:
-    """Return the largest finite magnitude in tensors on the CPU, or 0 without one."""
-    largest = 0.0
-    for tensor in tensors:
-        values = _as_double(tensor.to_dense()).abs().nan_to_num(0.0, posinf=0.0)
-        largest = max(largest, float(values.max()) if values.numel() else 0.0)
-    return largest
-
-
-def difference(
-    ours: Sequence[torch.Tensor],
-    plain: Sequence[torch.Tensor],
-    *,
-    largest: float | None = None,
-) -> Difference:
-    """Return the greatest difference, infinite if shapes, dtypes, or positions of NaNs differ.
-
-    Args:
-        ours: Tensors.
-        plain: The tensors to compare them with.
-        largest: The value that differences are in relation to; by default the largest value of the
-            same tensor in `plain`.
-    """
-    if [(each.shape, each.dtype) for each in ours] != [(each.shape, each.dtype) for each in plain]:
-        return Difference(math.inf, math.inf, exceeds_rounding=True)
-    greatest = Difference(0.0, 0.0)
-    for pair in zip(ours, plain, strict=True):
-        dense = [each.cpu().to_dense() for each in pair]
-        one, other = map(_as_double, dense)
-        rounding = rounding_of(dense[0].dtype)
-        is_exact = rounding == 0  # large integers would be rounded in float64
-        both_nan = one.isnan() & other.isnan()
-        is_same = dense[0] == dense[1] if is_exact else (one == other) | both_nan
-        if not is_same.all():
-            gaps = (one - other).abs().nan_to_num(math.inf, math.inf)
-            gaps = gaps.clamp(min=1.0 if is_exact else 0.0)
-            gap = float(gaps.masked_fill(is_same, 0.0).max())
-            scale = largest_of([dense[1]]) if largest is None else largest
-            relative = gap / scale if scale else math.inf
-            greatest = Difference(
-                max(greatest.absolute, gap),
-                max(greatest.relative, relative),
-                greatest.exceeds_rounding or relative > rounding,
-            )
-    return greatest
-
-
-def _as_double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 @public
@@ -321,16 +262,13 @@ def compare(
         raise ShardError(msg)
     block = parallel(model, devices, **options)
     compared = _Compared(model, method, batch, block, (loss or _sum) if train else None)
-    names = ["plain", "map", "lanes"]
-    if train:
-        names.remove("map")
-    if compared.is_on_cpu:
-        names.insert(1, _ONE_THREAD)
+    names = compared.names_of_ways()
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    answers: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    answers: dict[str, _Answer] = {}
     # Ray starts its workers itself: here they would look like other programs
     start = None if is_platform(devices) else read_core_times()
     for _ in range(rounds):
+        # In turns: if the machine is slow for a while, all ways are
         for name in names:
             with compared.turn(name), torch.set_grad_enabled(train):
                 answers[name] = compared.answer(name)
@@ -340,24 +278,46 @@ def compare(
         read_core_times(),
         needs_all_cores=compared.is_on_cpu,
     )
-    plain_outputs, plain_gradients = answers["plain"]
-    largest_gradient = largest_of(plain_gradients)
+    plain = answers["plain"]
+    largest_gradient = largest_of(plain.gradients)
     ways = []
-    for name, times in seconds.items():
-        outputs, gradients = answers[name]
-        of_outputs = difference(outputs, plain_outputs)
-        of_gradients = difference(gradients, plain_gradients, largest=largest_gradient)
-        ways.append(Way(name, tuple(times), of_outputs, of_gradients if train else None))
-    given = "".join(f", {name}={value!r}" for name, value in options.items())
-    title = f"{repr(block)[:-1]}{given}): {compared}, {rounds} rounds of {calls} calls"
+    for name, answer in answers.items():
+        outputs = difference(answer.outputs, plain.outputs)
+        gradients = None
+        if train:
+            gradients = difference(answer.gradients, plain.gradients, largest=largest_gradient)
+        ways.append(Way(name, tuple(seconds[name]), outputs, gradients))
     has_workers = is_platform(devices) or options.get("workers") == "process"
     conclusion = conclude(ways, "workers" if has_workers else "lanes")
     if load:
         conclusion = f"{load}\n{conclusion}"
+    # The repr of a block is "parallel(name, devices)": the options go before its last parenthesis
+    given = "".join(f", {name}={value!r}" for name, value in options.items())
+    title = f"{repr(block)[:-1]}{given}): {compared}, {rounds} rounds of {calls} calls"
     comparison = Comparison(title, tuple(ways), conclusion)
     if show:
         print(comparison)  # noqa: T201
     return comparison
+
+
+class _Answer(NamedTuple):
+    """Copies of the outputs of a call, and of the gradients after a training step, on the CPU."""
+
+    outputs: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+
+
+class _SavedBuffer(NamedTuple):
+    """A buffer of a module, and a copy of its values."""
+
+    owner: torch.nn.Module
+    name: str
+    buffer: torch.Tensor
+    values: torch.Tensor
+
+    def restore(self) -> None:
+        """Put back the same tensor, with the values that it had."""
+        setattr(self.owner, self.name, self.buffer.copy_(self.values))
 
 
 class _Compared:
@@ -378,11 +338,14 @@ class _Compared:
         self._loss = loss
         owner = getattr(model, "__self__", model)  # the module of a bound method
         self._has_module = isinstance(owner, torch.nn.Module)
+        # A function has no state to restore: an empty module stands for it
         self._module = owner if isinstance(owner, torch.nn.Module) else torch.nn.Module()
         self._args, self._kwargs = as_call(batch)
         held = [*self._module.parameters(), *_tensors([self._args, self._kwargs])]
         self._leaves = [tensor for tensor in held if tensor.is_leaf and tensor.requires_grad]
-        places = {tensor.device for tensor in (*held, *self._module.buffers())}.union(block.devices)
+        used = {tensor.device for tensor in (*held, *self._module.buffers())}
+        places = used.union(block.devices)
+        # NeuronCores of compiled models are not torch devices
         devices = [place for place in places if isinstance(place, torch.device)]
         self._accelerators = [device for device in devices if device.type != "cpu"]
         self.is_on_cpu = places == {torch.device("cpu")}
@@ -392,17 +355,28 @@ class _Compared:
         mode = "training" if self._module.training else "eval"
         return f"{call} in {mode} mode" if self._has_module else call
 
+    def names_of_ways(self) -> list[str]:
+        """Return the names of the ways, in the order of their turns."""
+        names = ["plain"]
+        if self.is_on_cpu:
+            names.append(_ONE_THREAD)
+        if self._loss is None:  # `map` runs forward calls only
+            names.append("map")
+        return [*names, "lanes"]
+
     @contextlib.contextmanager
     def turn(self, name: str) -> Iterator[None]:
         """Prepare a way.
 
         Restore the state of the model and of torch's random numbers at the end.
         """
-        owners = [(owner, owner.training) for owner in self._module.modules()]
-        buffers = []
-        for owner, _ in owners:
-            for key, old in owner.named_buffers(recurse=False):
-                buffers.append((owner, key, old, old.clone()))
+        modes = {module: module.training for module in self._module.modules()}
+        # By owner: a call may put another tensor in place of a buffer
+        saved = [
+            _SavedBuffer(module, key, buffer, buffer.clone())
+            for module in modes
+            for key, buffer in module.named_buffers(recurse=False)
+        ]
         gradients = [leaf.grad for leaf in self._leaves]
         backend = backend_of(self._accelerators[0].type if self._accelerators else "cpu")
         try:
@@ -419,24 +393,24 @@ class _Compared:
             raise
         finally:
             with torch.no_grad():
-                for owner, key, old, value in buffers:
-                    setattr(owner, key, old.copy_(value))
-            for owner, training in owners:
-                owner.training = training
+                for each in saved:
+                    each.restore()
+            # Not `train(mode)`, which a module may override, and which sets its submodules too
+            for module, mode in modes.items():
+                module.training = mode
             for leaf, gradient in zip(self._leaves, gradients, strict=True):
                 leaf.grad = gradient
 
-    def answer(self, name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return copies of the outputs and gradients of a call, which is not timed."""
+    def answer(self, name: str) -> _Answer:
+        """Return what a call gives. It is not timed: the first call of a turn starts the lanes."""
         if name == "map":
+            # One batch per lane, so that each lane has its replica before the timed calls
             *_, output = self._block.map([self._batch] * len(self._block.devices))
         else:
             output = self._call(name)
-        gradients = [
-            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad  # a leaf may be unused
-            for leaf in self._leaves
-        ]
-        return _copies(_tensors(output)), _copies(gradients)
+        leaves = [] if self._loss is None else self._leaves
+        gradients = [_gradient_of(leaf) for leaf in leaves]
+        return _Answer(_copies(_tensors(output)), _copies(gradients))
 
     def time(self, name: str, calls: int) -> float:
         """Return the seconds per call."""
@@ -454,7 +428,9 @@ class _Compared:
             leaf.grad = None
         # A block changes a module in place. Other callables are called through the block
         is_in_place = self._module is self._model
-        target: Any = self._block if name == "lanes" and not is_in_place else self._model
+        target: Any = self._model
+        if name == "lanes" and not is_in_place:
+            target = self._block
         function = target if self._method == "forward" else getattr(target, self._method)
         output = function(*self._args, **self._kwargs)
         if self._loss is not None:
@@ -462,6 +438,7 @@ class _Compared:
         return output
 
     def _clock(self) -> float:
+        """Return the time in seconds at which the work that was queued until now is done."""
         for device in self._accelerators:
             torch.accelerator.synchronize(device)
         return perf_counter()
@@ -469,10 +446,18 @@ class _Compared:
 
 def _tensors(value: object) -> list[torch.Tensor]:
     """Return the tensors in `value`, and its numbers as tensors."""
-    leaves = flatten(value)[0]
-    inside = (tensors_in(leaf.value) if isinstance(leaf, WholeLeaf) else (leaf,) for leaf in leaves)
-    numeric = (leaf for leaf in chain(*inside) if isinstance(leaf, (torch.Tensor, int, float)))
-    return [torch.as_tensor(leaf) for leaf in numeric]
+    found: list[torch.Tensor] = []
+    for leaf in flatten(value)[0]:
+        if isinstance(leaf, WholeLeaf):
+            found.extend(tensors_in(leaf.value))
+        elif isinstance(leaf, (torch.Tensor, int, float)):
+            found.append(torch.as_tensor(leaf))
+    return found
+
+
+def _gradient_of(leaf: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a leaf: zeros if the call does not use it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -480,10 +465,12 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _sum(output: object) -> torch.Tensor:
-    floats = (tensor for tensor in _tensors(output) if tensor.is_floating_point())
-    parts = [tensor.sum() for tensor in floats if tensor.requires_grad]
+    """Return the sum of all floating-point tensors that require gradients: the default loss."""
+    tensors = [tensor for tensor in _tensors(output) if tensor.is_floating_point()]
+    parts = [tensor.sum() for tensor in tensors if tensor.requires_grad]
     if not parts:
         cure = "Pass loss=, a function of the output"
         msg = f"the output has no floating-point tensor that requires gradients. {cure}"
         raise ShardError(msg)
-    return sum((part.to(parts[0].device) for part in parts[1:]), start=parts[0])
+    first, *others = parts
+    return sum((part.to(first.device) for part in others), start=first)
