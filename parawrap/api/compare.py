@@ -300,6 +300,16 @@ def compare(
     return comparison
 
 
+def note_list(error: Exception, batch: object) -> None:
+    """Add a note to the error of a plain call if its batch is a list, as of a DataLoader."""
+    if isinstance(batch, list):
+        note = (
+            f"the batch is a list of {len(batch)} items, which is one argument. To give each item "
+            "as an argument, pass tuple(batch). To leave out labels, pass batch[0]"
+        )
+        add_note(error, note)
+
+
 class _Answer(NamedTuple):
     """Copies of the outputs of a call, and of the gradients after a training step, on the CPU."""
 
@@ -389,6 +399,8 @@ class _Compared:
                     prepared.enter_context(self._block)
                 yield
         except Exception as error:
+            if name == "plain":
+                note_list(error, self._batch)
             add_note(error, f"raised in the way {name!r} of parawrap.compare")
             raise
         finally:

@@ -75,3 +75,10 @@ def test_functions_are_refused():
     """A function has no parameters to compare: it belongs into a module."""
     with pytest.raises(TypeError, match="model is a builtin_function_or_method, not a "):
         check_rowwise(torch.sigmoid, torch.randn(11, 3))
+
+
+def test_lists_of_inputs_get_a_cure():
+    """The error of a model that got a list says how to pass its items."""
+    with pytest.raises(TypeError) as caught:
+        check_rowwise(nn.Linear(3, 2), [torch.randn(11, 3), torch.zeros(11)])
+    assert "To give each item as an argument, pass tuple(batch)" in caught.value.__notes__[0]

@@ -213,6 +213,13 @@ def test_the_ways_call_the_model(train):
     assert all(in_main for _, in_main, *_ in plain) is train
 
 
+def test_lists_of_inputs_get_a_cure():
+    """A list is one argument. The error of the call says how to pass the items of a DataLoader."""
+    with pytest.raises(TypeError) as caught:
+        compare(nn.Linear(3, 2), [torch.randn(9, 3), torch.zeros(9)], LANES, **SHORT)
+    assert "To leave out labels, pass batch[0]" in caught.value.__notes__[0]
+
+
 # -- differences
 
 
