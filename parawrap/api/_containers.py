@@ -28,7 +28,7 @@ register_pytree_node(Parts, lambda parts: (list(parts), None), lambda parts, _: 
 
 def transpose_rows(rows: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]) -> Any:
     """Transpose rows, at least one. Messages refer to a row by `noun`; `refuse` raises them."""
-    return rebuilt(plain_tuple(rows[0]), columns(rows, noun, refuse))
+    return rebuild(plain_tuple(rows[0]), collect_columns(rows, noun, refuse))
 
 
 def is_container(value: Any) -> bool:
@@ -53,7 +53,9 @@ def items_of(container: Any) -> dict[Any, Any]:
     """Return the items by key or position."""
     if type(container) is dict:
         return container
-    return dict(container.items() if isinstance(container, Mapping) else enumerate(container))
+    if isinstance(container, Mapping):
+        return dict(container.items())
+    return dict(enumerate(container))
 
 
 def plain_tuple(container: Any) -> Any:
@@ -61,7 +63,7 @@ def plain_tuple(container: Any) -> Any:
     return tuple(container) if isinstance(container, list) else container
 
 
-def rebuilt(like: Any, items: dict[Any, Any]) -> Any:
+def rebuild(like: Any, items: dict[Any, Any]) -> Any:
     """Return a container of the type of ``like`` with new items in the same places."""
     if type(like) is dict:
         return items
@@ -69,10 +71,13 @@ def rebuilt(like: Any, items: dict[Any, Any]) -> Any:
         return like._make(items.values())
     if isinstance(like, tuple):
         return tuple(items.values())
+    # A mapping without __setitem__, such as MappingProxyType: its constructor takes the items
     if not isinstance(like, (list, MutableMapping)):
         return type(like)(items)
-    clone: Any = copy.copy(like)  # a subclass may carry more than its items
-    if getattr(like, "__dict__", None) is like:  # its items are its attributes
+    # A copy: a subclass may carry more than its items
+    clone: Any = copy.copy(like)
+    # A dict that gives its items as attributes is its own __dict__. So must be the copy
+    if getattr(like, "__dict__", None) is like:
         clone.__dict__ = clone
     for key, item in items.items():
         clone[key] = item
@@ -83,7 +88,8 @@ def check_kinds(values: Sequence[Any], noun: str, refuse: Callable[[str], NoRetu
     """Call ``refuse`` with a message unless all values are of one kind, such as tensors."""
     for position, value in enumerate(values):
         if container_kind(value) is not container_kind(values[0]):
-            refuse(f"{noun} {position} is {describe(value)}, {noun} 0 is {describe(values[0])}")
+            kind, first_kind = describe_type(value), describe_type(values[0])
+            refuse(f"{noun} {position} is {kind}, {noun} 0 is {first_kind}")
 
 
 def container_kind(value: Any) -> type:
@@ -99,11 +105,11 @@ def container_kind(value: Any) -> type:
     return dict if isinstance(value, Mapping) else tuple
 
 
-def describe(value: Any) -> str:
+def describe_type(value: Any) -> str:
     return "None" if value is None else f"of type {type(value).__qualname__}"
 
 
-def columns(
+def collect_columns(
     rows: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]
 ) -> dict[Any, tuple[Any, ...]]:
     """Return the items of all rows by key or position.
@@ -112,14 +118,14 @@ def columns(
     """
     check_kinds(rows, noun, refuse)
     tables = [items_of(row) for row in rows]
+    first = tables[0]
     for position, table in enumerate(tables):
-        if table.keys() != tables[0].keys():
-            has, first_has = _extents(rows[position], rows[0])
-            refuse(f"{noun} {position} has {has}, {noun} 0 has {first_has}")
-    return {key: tuple(table[key] for table in tables) for key in tables[0]}
-
-
-def _extents(row: Any, first: Any) -> tuple[str, str]:
-    if isinstance(row, Mapping):
-        return f"the keys {list(row)}", f"{list(first)}"
-    return f"{len(row)} item{'' if len(row) == 1 else 's'}", f"{len(first)}"
+        if table.keys() == first.keys():
+            continue
+        if isinstance(rows[position], Mapping):
+            has, first_has = f"the keys {list(table)}", f"{list(first)}"
+        else:
+            has = f"{len(table)} item{'' if len(table) == 1 else 's'}"
+            first_has = f"{len(first)}"
+        refuse(f"{noun} {position} has {has}, {noun} 0 has {first_has}")
+    return {key: tuple(table[key] for table in tables) for key in first}

@@ -14,11 +14,11 @@ from parawrap._public import public
 from parawrap.api._containers import (
     Parts,
     check_kinds,
-    columns,
+    collect_columns,
     is_container,
     items_of,
     plain_tuple,
-    rebuilt,
+    rebuild,
 )
 from parawrap.api._decorated import Decorated
 from parawrap.engine.shard_sizes import balanced_sizes
@@ -27,7 +27,7 @@ from parawrap.tree import flatten, unflatten
 
 P = ParamSpec("P")
 
-# The batches of a DataLoader have at most two lengths
+# The batches of a DataLoader have at most two lengths: 64 are enough for many loaders
 _sizes = functools.lru_cache(maxsize=64)(balanced_sizes)
 
 
@@ -109,21 +109,21 @@ class _DefaultCollate:
     """
 
     def __init__(self, ndevices: int) -> None:
-        from torch.utils.data._utils import collate as torchs  # for import time
+        from torch.utils.data._utils import collate as torchs  # `import parawrap` needs none
 
         self._ndevices = ndevices
         self._whole: Callable[[Sequence[Any]], Any] = torchs.default_collate
         self._registered = torchs.default_collate_fn_map
-        self._torchs_own = tuple(
-            each for each in self._registered.values() if each.__module__ == torchs.__name__
-        )
+        registered = self._registered.values()
+        self._torchs_own = tuple(each for each in registered if each.__module__ == torchs.__name__)
 
     def __call__(self, samples: Sequence[Any]) -> Any:
+        # At each call: the user may register a function later
         if tuple(self._registered.values()) == self._torchs_own:
             try:
                 batch = self._whole(samples)
-            except RuntimeError:  # samples of unequal shapes
-                pass
+            except RuntimeError:
+                pass  # samples of unequal shapes, which may be equal within each part
             else:
                 return _cut_batch(batch, _sizes(len(samples), self._ndevices))
         return _collate_in_parts(self._ndevices, self._whole, samples)
@@ -140,9 +140,8 @@ def _cut_batch(batch: Any, sizes: tuple[int, ...]) -> Any:
         return _cut_rows(batch, sizes)
     if type(batch) is list:  # fast path: torch collates tuples into a list
         return tuple([_cut_rows(item, sizes) for item in batch])
-    return rebuilt(
-        plain_tuple(batch), {key: _cut_rows(item, sizes) for key, item in items_of(batch).items()}
-    )
+    items = {key: _cut_rows(item, sizes) for key, item in items_of(batch).items()}
+    return rebuild(plain_tuple(batch), items)
 
 
 def _cut_rows(value: Any, sizes: tuple[int, ...]) -> Parts:
@@ -153,17 +152,19 @@ def _cut_rows(value: Any, sizes: tuple[int, ...]) -> Parts:
     if isinstance(value, torch.Tensor):
         return Parts(value.split_with_sizes(sizes))
     leaves, spec = flatten(value, _is_strings)
-    cut = [
-        leaf.split_with_sizes(sizes) if isinstance(leaf, torch.Tensor) else _slice(leaf, sizes)
-        for leaf in leaves
-    ]
-    return Parts(unflatten(spec, [parts[i] for parts in cut]) for i in range(len(sizes)))
+    cut = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            cut.append(leaf.split_with_sizes(sizes))
+        else:
+            cut.append(_slice(leaf, sizes))
+    return Parts(unflatten(spec, [pieces[i] for pieces in cut]) for i in range(len(sizes)))
 
 
 def _is_strings(value: Any) -> bool:
-    return (
-        isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], (str, bytes))
-    )
+    """True for a sequence of strings, one per sample. The first item decides."""
+    is_filled = isinstance(value, (list, tuple)) and len(value) > 0
+    return is_filled and isinstance(value[0], (str, bytes))
 
 
 class _TupleCollate(Decorated):
@@ -193,10 +194,12 @@ def _collate_in_parts(
     cuts = _slice(samples, _sizes(len(samples), ndevices))
     parts = tuple(collate(cut, *args, **kwargs) for cut in cuts)
     check_kinds(parts, "part", _refuse_parts)
-    if parts[0] is cuts[0] or not is_container(parts[0]):  # a list of strings collates to itself
+    returns_samples = parts[0] is cuts[0]  # as for strings
+    if returns_samples or not is_container(parts[0]):
         return Parts(parts)
-    items = {key: Parts(column) for key, column in columns(parts, "part", _refuse_parts).items()}
-    return rebuilt(plain_tuple(parts[0]), items)
+    columns = collect_columns(parts, "part", _refuse_parts)
+    items = {key: Parts(column) for key, column in columns.items()}
+    return rebuild(plain_tuple(parts[0]), items)
 
 
 def _refuse_parts(reason: str) -> NoReturn:

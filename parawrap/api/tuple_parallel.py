@@ -18,7 +18,7 @@ from parawrap.api._containers import (
     is_container,
     is_list_per_row,
     items_of,
-    rebuilt,
+    rebuild,
     transpose_rows,
 )
 from parawrap.api.data_parallel import DataParallel
@@ -33,6 +33,9 @@ from parawrap.errors import GatherError, ShardError
 from parawrap.tree import address, tensors_in
 
 T = TypeVar("T", bound=torch.nn.Module)
+
+# The args and the kwargs of one part
+_Part = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @public
@@ -113,7 +116,8 @@ class TupleParallel(DataParallel[T]):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
     ) -> Any:
         """Return the args and the kwargs of each lane: part i of every argument goes to lane i."""
-        parts = _parts(inputs, kwargs or {}, len(self._lanes) or None)
+        most = len(self._lanes) or None  # without lanes, any number of parts runs in turn
+        parts = _split_arguments(inputs, kwargs or {}, most)
         if not inputs and not kwargs:
             parts *= self.ndevices
         if self.transfer_input and self._lanes:
@@ -143,24 +147,27 @@ class TupleParallel(DataParallel[T]):
         """
         with torch.autograd.profiler.record_function("TupleParallel.forward"):
             args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
-            outputs = self._outputs(args, module_kwargs)
+            outputs = self._run_parts(args, module_kwargs)
             output_device = self.output_device if self._lanes else None
             if self.reduction is not cat:
                 return self.gather(outputs, output_device)
-            together = self._together(outputs, output_device)
+            # `cat` alone does not know the arguments, which show how many rows each part has
+            together = self._move_and_transpose(outputs, output_device)
             return cat_rows(together, 0, _possible_rows(args, module_kwargs))
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Return the outputs as a tuple. Move, transpose, and reduce them as configured."""
-        together = self._together(outputs, output_device)
+        together = self._move_and_transpose(outputs, output_device)
         return together if self.reduction is None else self.reduction(together)
 
-    def _together(self, outputs: Sequence[Any], output_device: Any) -> Any:
+    def _move_and_transpose(self, outputs: Sequence[Any], output_device: Any) -> Any:
         if self.transfer_output and self._lanes:
             outputs = recursive_to(list(outputs), output_device)
-        return _together(outputs)
+        return _transpose_outputs(outputs)
 
-    def _outputs(self, args: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
+    def _run_parts(self, args: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
+        """Return the output of each part, in lanes if this call may use them."""
+        # In this order: without lanes there is no session, and a lane does not wait for other lanes
         if not self._lanes or here.lane is not None or not self._session().is_ready():
             return [self.module(*part, **named) for part, named in zip(args, kwargs, strict=True)]
         self._check_placement()
@@ -217,7 +224,8 @@ def tuple_fn(fn: Any = None, *, parallel: bool = False, devices: Devices = None)
 
 
 def _in_turn(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _together([function(*part, **named) for part, named in _parts(args, kwargs, None)])
+    parts = _split_arguments(args, kwargs, None)
+    return _transpose_outputs([function(*part, **named) for part, named in parts])
 
 
 class _InLanes:
@@ -236,45 +244,45 @@ class _InLanes:
     def __call__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        parts = _parts(args, kwargs, None if self._on_cpu else len(self._lanes))
+        # On the CPU, each part gets a lane
+        parts = _split_arguments(args, kwargs, None if self._on_cpu else len(self._lanes))
         calls = self._calls_for(function, len(parts)) if parts else None
         if calls is None or not calls.is_ready():
             return _in_turn(function, args, kwargs)
         if not self._on_cpu:
             parts = _on_lanes(parts, self._lanes)
-        positional, named = [part for part, _ in parts], [each for _, each in parts]
-        return _together(calls.apply_replicas(Entry(function), positional, named))
+        positional = [part for part, _ in parts]
+        named = [part_kwargs for _, part_kwargs in parts]
+        return _transpose_outputs(calls.apply_replicas(Entry(function), positional, named))
 
     def _calls_for(self, function: Callable[..., Any], parts: int) -> Calls:
-        """Return the lanes of a function.
-
-        Of another one if a method is called on another object.
-        """
+        """Return the lanes for a number of parts."""
         with self._changing:
             calls = self._calls
+            # The target is another one if a method is called on another object
             if calls is None or calls.lanes.count < parts or calls.target != function:
                 devices = best_backend().first(parts) if self._on_cpu else self._lanes
-                calls = self._calls = Calls(
-                    function, devices, cutters={None: Cutter()}, rules=JoinRules()
-                )
+                cutters = {None: Cutter()}
+                calls = self._calls = Calls(function, devices, cutters=cutters, rules=JoinRules())
             return calls
 
 
 def _on_lanes(parts: Sequence[_Part], devices: Sequence[torch.device]) -> list[_Part]:
-    """Move each part to its lane's device."""
+    """Move each part to its lane's device. There may be fewer parts than lanes."""
     return [on_lane(part, device) for part, device in zip(parts, devices, strict=False)]
 
 
-_Part = tuple[tuple[Any, ...], dict[str, Any]]
+def _split_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], lanes: int | None
+) -> list[_Part]:
+    """Return the args and kwargs of each part, at most one per lane.
 
-
-def _parts(args: tuple[Any, ...], kwargs: dict[str, Any], lanes: int | None) -> list[_Part]:
-    """Return the args and kwargs of each part. A call without arguments has one part."""
-    call = {
-        **{f"args[{i}]": value for i, value in enumerate(args)},
-        **{address("kwargs", [k]): v for k, v in kwargs.items()},
-    }
-    count = _part_count(call) if call else 1
+    A call without arguments has one part. `lanes` is None if any number of parts may run.
+    """
+    arguments = {f"args[{position}]": value for position, value in enumerate(args)}
+    for name, value in kwargs.items():
+        arguments[address("kwargs", [name])] = value
+    count = _part_count(arguments) if arguments else 1
     if lanes is not None and count > lanes:
         msg = (
             f"there are {count} parts for {lanes} devices. Cut into at most {lanes} parts, as "
@@ -282,21 +290,22 @@ def _parts(args: tuple[Any, ...], kwargs: dict[str, Any], lanes: int | None) -> 
             "as an argument: model(*batch)"
         )
         raise ShardError(msg)
-    return [
-        (tuple(_part(a, i) for a in args), {k: _part(v, i) for k, v in kwargs.items()})
-        for i in range(count)
-    ]
+    parts = []
+    for index in range(count):
+        part = tuple([_take_part(value, index) for value in args])
+        named = {name: _take_part(value, index) for name, value in kwargs.items()}
+        parts.append((part, named))
+    return parts
 
 
-def _part_count(call: dict[str, Any]) -> int:
+def _part_count(arguments: dict[str, Any]) -> int:
     """Return the number of parts in the arguments, given by their places."""
-    counts = {
-        place: len(parts)
-        for name, value in call.items()
-        for place, parts in _tuples_of_parts(value, name)
-    }
+    counts: dict[str, int] = {}
+    for name, value in arguments.items():
+        for place, parts in _tuples_of_parts(value, name):
+            counts[place] = len(parts)
     if not counts:
-        place, value = next(iter(call.items()))
+        place, value = next(iter(arguments.items()))
         kind = type(value).__qualname__
         msg = (
             f"{place} is an empty {kind}, so the number of parts is unknown. Give a tuple with one "
@@ -323,17 +332,9 @@ def _tuples_of_parts(
         for key, item in items_of(value).items():
             yield from _tuples_of_parts(item, address(place, [key]), type(value).__qualname__)
         return
-    # The result of torch.max(x, 0) has fields, but no parts
-    if is_container(value) and not optree.is_structseq_instance(value):
-        if any(isinstance(item, Parts) for item in value):
-            msg = (
-                f"{place} is a whole batch of {len(value)} arguments, each with its parts, as "
-                "tp_collate and default_collate return it. Pass each as an argument of its own: "
-                "model(*batch)"
-            )
-            raise ShardError(msg)
-        yield place, value
-    else:
+    # The result of torch.max(x, 0) is a tuple of fields, not of parts
+    holds_parts = is_container(value) and not optree.is_structseq_instance(value)
+    if not holds_parts:
         cure = "Give a tuple or list with one part per device"
         if around:
             cure += (
@@ -341,12 +342,22 @@ def _tuples_of_parts(
             )
         msg = f"{place} is a {type(value).__qualname__}. {cure}"
         raise ShardError(msg)
+    if any(isinstance(item, Parts) for item in value):
+        msg = (
+            f"{place} is a whole batch of {len(value)} arguments, each with its parts, as "
+            "tp_collate and default_collate return it. Pass each as an argument of its own: "
+            "model(*batch)"
+        )
+        raise ShardError(msg)
+    yield place, value
 
 
-def _part(value: Any, index: int) -> Any:
+def _take_part(value: Any, index: int) -> Any:
+    """Return part `index` of an argument."""
     if not _has_fields(value):
         return value[index]
-    return rebuilt(value, {key: _part(item, index) for key, item in items_of(value).items()})
+    fields = {key: _take_part(item, index) for key, item in items_of(value).items()}
+    return rebuild(value, fields)
 
 
 def _has_fields(value: Any) -> bool:
@@ -357,7 +368,7 @@ def _has_fields(value: Any) -> bool:
     return is_container(value) and container_kind(value) is not tuple
 
 
-def _together(outputs: Sequence[Any]) -> Any:
+def _transpose_outputs(outputs: Sequence[Any]) -> Any:
     """Return the outputs as a tuple, transposed if they are tuples or lists of tensors."""
     are_sequences = all(
         is_container(output) and not isinstance(output, Mapping) for output in outputs
@@ -379,11 +390,14 @@ def _possible_rows(args: Sequence[Any], kwargs: Sequence[Any]) -> list[set[int]]
     for part, named in zip(args, kwargs, strict=True):
         values = (*part, *named.values())
         sizes = {tensor.shape[0] for tensor in tensors_beside_lists(values) if tensor.ndim}
-        lengths = set() if sizes else {len(value) for value in values if type(value) is list}
-        sizes = sizes or {tensor.shape[0] for tensor in tensors_in(values) if tensor.ndim}
-        if len(sizes) > 1 or not sizes | lengths:
+        lengths: set[int] = set()
+        if not sizes:
+            sizes = {tensor.shape[0] for tensor in tensors_in(values) if tensor.ndim}
+            lengths = {len(value) for value in values if type(value) is list}
+        possible = sizes | lengths
+        if len(sizes) > 1 or not possible:
             return None
-        found.append(sizes | lengths)
+        found.append(possible)
     return found
 
 

@@ -14,14 +14,14 @@ import torch
 from parawrap._public import public
 from parawrap.api._containers import (
     check_kinds,
-    columns,
+    collect_columns,
     container_kind,
-    describe,
+    describe_type,
     is_container,
     is_list_per_row,
     items_of,
     plain_tuple,
-    rebuilt,
+    rebuild,
     transpose_rows,
 )
 from parawrap.api.move_to_device import recursive_to
@@ -78,7 +78,8 @@ def cat_rows(returns: Any, dim: int, rows: Sequence[set[int]] | None) -> Any:
     `rows` has the possible row counts of each part; None if they are unknown.
     """
     parts = _parts_of(plain_tuple(returns)) if _is_transposed(returns) else tuple(returns)
-    return _PartJoin(dim, rows or _rows_beside_lists(parts, dim)).join(parts, "output")
+    rows = rows or _rows_of_parts(parts, dim)
+    return _PartJoin(dim, rows).join(parts, "output")
 
 
 @public
@@ -99,12 +100,13 @@ def transpose(rows: Iterable[Any]) -> Any:
     {'x': (1, 2)}
     """
     rows = tuple(rows)
+    if not rows:
+        return ()
     for position, row in enumerate(rows):
         if not is_container(row):
-            _refuse_row(
-                f"row {position} is {describe(row)}. Give every row as a tuple, a list, or a dict"
-            )
-    return transpose_rows(rows, "row", _refuse_row) if rows else ()
+            kind = describe_type(row)
+            _refuse_row(f"row {position} is {kind}. Give every row as a tuple, a list, or a dict")
+    return transpose_rows(rows, "row", _refuse_row)
 
 
 def _refuse_row(reason: str) -> NoReturn:
@@ -116,21 +118,19 @@ def _is_transposed(returns: Any) -> bool:
     """True if the outermost level holds the positions or keys of one output, not its parts."""
     if isinstance(returns, Mapping) or optree.is_namedtuple_instance(returns):
         return True
-    return (
-        len(returns) > 0
-        and container_kind(returns[0]) is tuple
-        and not all(map(is_list_per_row, returns))
-    )
+    if len(returns) == 0 or container_kind(returns[0]) is not tuple:
+        return False
+    # Lists with one item per row are parts, each of them whole
+    return not all(map(is_list_per_row, returns))
 
 
 def _parts_of(returns: Any) -> tuple[Any, ...]:
-    """Return the parts of an output whose positions or keys hold them."""
+    """Return one output per part, from an output with a tuple of parts for each position or key."""
     items = items_of(returns)
     for key, parts in items.items():
         if container_kind(parts) is not tuple:
-            msg = (
-                f"cannot join output[{key!r}]: it is {describe(parts)}. Give the tuple of its parts"
-            )
+            kind = describe_type(parts)
+            msg = f"cannot join output[{key!r}]: it is {kind}. Give the tuple of its parts"
             raise GatherError(msg)
     counts = {key: len(parts) for key, parts in items.items()}
     if len(set(counts.values())) > 1:
@@ -139,22 +139,26 @@ def _parts_of(returns: Any) -> tuple[Any, ...]:
             "device for each output"
         )
         raise GatherError(msg)
-    return tuple(
-        rebuilt(returns, dict(zip(items, row, strict=True)))
-        for row in zip(*items.values(), strict=True)
-    )
+    found = []
+    for part in zip(*items.values(), strict=True):
+        values = dict(zip(items, part, strict=True))
+        found.append(rebuild(returns, values))
+    return tuple(found)
 
 
-def _rows_beside_lists(parts: Sequence[Any], dim: int) -> list[set[int]] | None:
+def _rows_of_parts(parts: Sequence[Any], dim: int) -> list[set[int]] | None:
     """Return the rows of each part by its tensors outside of lists.
 
     None if a part has none, or if they differ.
     """
-    sizes = [
-        {each.shape[dim] for each in tensors_beside_lists(part) if _has_dim(each, dim)}
-        for part in parts
-    ]
-    return sizes if all(len(each) == 1 for each in sizes) else None
+    rows = []
+    for part in parts:
+        tensors = tensors_beside_lists(part)
+        sizes = {tensor.shape[dim] for tensor in tensors if _has_dim(tensor, dim)}
+        if len(sizes) != 1:
+            return None
+        rows.append(sizes)
+    return rows
 
 
 def tensors_beside_lists(value: Any) -> list[torch.Tensor]:
@@ -191,56 +195,75 @@ class _PartJoin:
             raise GatherError(msg)
         check_kinds(parts, "part", refuse)
         first = parts[0]
+        if first is None:
+            return None
         if isinstance(first, torch.Tensor):
             return _join_tensors(parts, self._dim, place)
         if all(type(part) is list for part in parts):
-            if self._has_rows_in_items(parts, place, beside or {}):
-                return [
-                    self.join(items, f"{place}[{index}]")
-                    for index, items in enumerate(zip(*parts, strict=True))
-                ]
-            device = next((tensor.device for tensor in tensors_in(parts)), None)
-            return [
-                item if device is None else recursive_to(item, device)
-                for part in parts
-                for item in part
-            ]
+            return self._join_lists(parts, place, beside or {})
         if is_container(first):
-            items, firsts = columns(parts, "part", refuse), items_of(first)
-            return rebuilt(
-                first,
-                {key: self.join(each, f"{place}[{key!r}]", firsts) for key, each in items.items()},
-            )
-        return None if first is None else parts
+            firsts = items_of(first)
+            joined = {}
+            for key, column in collect_columns(parts, "part", refuse).items():
+                joined[key] = self.join(column, f"{place}[{key!r}]", firsts)
+            return rebuild(first, joined)
+        return parts
+
+    def _join_lists(
+        self, parts: tuple[list[Any], ...], place: str, beside: Mapping[Any, Any]
+    ) -> list[Any]:
+        if self._has_rows_in_items(parts, place, beside):
+            columns = enumerate(zip(*parts, strict=True))
+            return [self.join(column, f"{place}[{index}]") for index, column in columns]
+        items = [item for part in parts for item in part]
+        first = next(iter(tensors_in(parts)), None)
+        return items if first is None else [recursive_to(item, first.device) for item in items]
 
     def _has_rows_in_items(
         self, parts: tuple[list[Any], ...], place: str, beside: Mapping[Any, Any]
     ) -> bool:
         """True if each item of the lists has all rows; False if there is one item per row."""
-        found = [[*tensors_in(part)] for part in parts]
-        if not all(found) or len(set(map(len, parts))) > 1:
+        counts = self._row_counts(parts)
+        if counts is None:
             return False
-        sizes = [
-            {each.shape[self._dim] if _has_dim(each, self._dim) else -1 for each in tensors}
-            for tensors in found
-        ]
-        if any(len(each) > 1 or -1 in each for each in sizes):
-            return False
-        if self._rows is not None and not all(map(set.issubset, sizes, self._rows)):
-            return False
+        if self._rows is not None:
+            known = zip(counts, self._rows, strict=True)
+            if not all(count in possible for count, possible in known):
+                return False
         if are_auxiliary(parts[0], beside):
             return True
-        if self._rows is None or all(
-            len(part) in rows for part, rows in zip(parts, self._rows, strict=True)
-        ):
-            counts = ", ".join(str(each.pop()) for each in sizes)
+        # Both readings are possible if a list has as many items as its part has rows
+        is_ambiguous = self._rows is None or all(
+            len(part) in possible for part, possible in zip(parts, self._rows, strict=True)
+        )
+        if is_ambiguous:
             msg = (
                 f"cannot join {place}: its parts are lists of {len(parts[0])} items, whose "
-                f"tensors have {counts} rows: one item per row, or all rows in each item. Return "
-                "a tuple to join its items, or a tensor instead of one item per row"
+                f"tensors have {', '.join(map(str, counts))} rows: one item per row, or all rows "
+                "in each item. Return a tuple to join its items, or a tensor instead of one item "
+                "per row"
             )
             raise GatherError(msg)
         return True
+
+    def _row_counts(self, parts: tuple[list[Any], ...]) -> list[int] | None:
+        """Return the size of all tensors of each part on the dim of rows.
+
+        None if a part has no tensor, if the tensors of a part differ, or if the parts have
+        different numbers of items.
+        """
+        if len({len(part) for part in parts}) > 1:
+            return None
+        counts = []
+        for part in parts:
+            tensors = [*tensors_in(part)]
+            if not all(_has_dim(tensor, self._dim) for tensor in tensors):
+                return None
+            sizes = {tensor.shape[self._dim] for tensor in tensors}
+            if len(sizes) != 1:
+                return None
+            counts.append(sizes.pop())
+        return counts
 
 
 def _join_tensors(parts: tuple[torch.Tensor, ...], dim: int, place: str) -> torch.Tensor:
@@ -250,19 +273,20 @@ def _join_tensors(parts: tuple[torch.Tensor, ...], dim: int, place: str) -> torc
             "do not join them"
         )
         raise GatherError(msg)
-    here = [part.to(parts[0].device) for part in parts]
-    if here[0].is_quantized:
+    first = parts[0]
+    if first.is_quantized:
         msg = (
             f"cannot join {place}: the parts are quantized, and may have different scales. Return "
             "tensor.dequantize()"
         )
         raise GatherError(msg)
-    if here[0].dim() == 0:
-        return torch.stack(here)
-    if not -here[0].dim() <= dim < here[0].dim():
+    moved = [part.to(first.device) for part in parts]
+    if first.dim() == 0:
+        return torch.stack(moved)
+    if not _has_dim(first, dim):
         msg = (
-            f"cannot join {place}: shape {tuple(here[0].shape)} has no dim {dim}. Give a dim that "
+            f"cannot join {place}: shape {tuple(first.shape)} has no dim {dim}. Give a dim that "
             "it has"
         )
         raise GatherError(msg)
-    return torch.cat(here, dim)
+    return torch.cat(moved, dim)
