@@ -152,7 +152,7 @@ def _cut_rows(value: Any, sizes: tuple[int, ...]) -> Parts:
     if isinstance(value, torch.Tensor):
         return Parts(value.split_with_sizes(sizes))
     leaves, spec = flatten(value, _is_strings)
-    cut = []
+    cut: list[Sequence[Any]] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             cut.append(leaf.split_with_sizes(sizes))

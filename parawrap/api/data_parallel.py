@@ -53,7 +53,8 @@ class WrappedAttributes(torch.nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if (name.startswith("__") and name.endswith("__")) or self._inner() is None:
+            is_protocol = name.startswith("__") and name.endswith("__")
+            if is_protocol or self._inner() is None:
                 raise
         if hasattr(type(self), name):
             # Python drops the error of a property before `__getattr__`
@@ -146,13 +147,14 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         self.src_device_obj = self._lanes[0]
         output = self._lanes[0] if output_device is None else device_named(output_device)
         self.output_device = _as_id(output)
-        if len(self._lanes) == 1:
+        if len(self._lanes) == 1:  # as in torch, which moves the module only then
             self.module.to(self.src_device_obj)
 
     def close(self) -> None:
         """End the lanes and free the replicas. The next call starts them again."""
         with self._changing:
             engine, self._engine = self._engine, None
+        # Without the lock: another thread may call meanwhile, and then starts lanes of its own
         if engine is not None:
             engine.session.close()
 
@@ -182,11 +184,8 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
             if not self.device_ids or here.lane is not None or not self._session().is_ready():
                 return self.module(*inputs, **kwargs)
             self._check_placement()
-            if (
-                len(self.device_ids) > 1
-                and _have_rows(inputs, kwargs)
-                and all(map(self._inherits, _VERBS))
-            ):
+            has_rows = len(self.device_ids) > 1 and _have_rows(inputs, kwargs)
+            if has_rows and all(map(self._inherits, _VERBS)):
                 return self._session().call(Entry(self.module), inputs, kwargs)
             # With the four methods, which a subclass may override. torch gives a call without rows
             # to every device.
@@ -196,18 +195,14 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
                 args, module_kwargs = ((),), ({},)
             if len(self.device_ids) == 1:
                 return self.module(*args[0], **module_kwargs[0])
-            if not (
-                self._inherits("scatter")
-                and self._inherits("gather")
-                and _have_rows(inputs, kwargs)
-            ):
+            knows_rows = has_rows and self._inherits("scatter") and self._inherits("gather")
+            if not knows_rows:
                 return self.gather(self._run_shards(args, module_kwargs), self.output_device)
+            # Before the call, which may change the inputs
             cutter = self._session().cutters[None]
-            # A call may change the inputs
-            sizes = cutter.plan(cutter.flatten(inputs, kwargs), len(self.device_ids)).sizes
-            return gather_shards(
-                self._run_shards(args, module_kwargs), sizes, self.output_device, self.dim
-            )
+            plan = cutter.plan(cutter.flatten(inputs, kwargs), len(self.device_ids))
+            outputs = self._run_shards(args, module_kwargs)
+            return gather_shards(outputs, plan.sizes, self.output_device, self.dim)
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
@@ -245,11 +240,17 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         if not (self._inherits("replicate") and self._inherits("parallel_apply")):
             replicas = self.replicate(self.module, self.device_ids[: len(args)])
             return self.parallel_apply(replicas, args, kwargs)
-        calls = as_calls([self.module] * min(len(args), len(self.device_ids)), args, kwargs)
-        parts, named = [call.args for call in calls], [call.keywords for call in calls]
-        return self._session().apply_replicas(Entry(self.module), parts, named) if calls else []
+        # `as_calls` refuses more parts than devices
+        modules = [self.module] * min(len(args), len(self.device_ids))
+        calls = as_calls(modules, args, kwargs)
+        if not calls:
+            return []
+        positional = [call.args for call in calls]
+        named = [call.keywords for call in calls]
+        return self._session().apply_replicas(Entry(self.module), positional, named)
 
     def _inherits(self, verb: str) -> bool:
+        """True if neither a subclass nor an attribute of this object overrides the method."""
         return getattr(getattr(self, verb), "__func__", None) is getattr(DataParallel, verb)
 
     def _session(self) -> Session:
@@ -268,19 +269,18 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
             return engine.session
 
     def _new_session(self) -> Session:
+        # As in torch, users may set `device_ids`, `output_device`, and `dim`
         self._lanes = tuple(device_named(device_id) for device_id in self.device_ids)
         self.src_device_obj = self._lanes[0]
         self._check_placement()
         parameters = Parameters(self.module.forward)
         cutter = Cutter(self.dim, parameters=parameters, lists_are_shared=True)
-        rules = JoinRules(self.dim, reduce=vector, as_torch=True)
-        output = device_named(self.output_device)
         return Session(
             self.module,
             self._lanes,
             cutters={None: cutter},
-            rules=rules,
-            output_device=output,
+            rules=JoinRules(self.dim, reduce=vector, as_torch=True),
+            output_device=device_named(self.output_device),
             shares_hooks=True,
         )
 
@@ -329,14 +329,15 @@ def data_parallel(
         args = ()
     elif isinstance(inputs, tuple):
         args = inputs
-    face = DataParallel(module, device_ids, output_device, dim)
+    net = DataParallel(module, device_ids, output_device, dim)
     try:
-        return face(*args, **(module_kwargs or {}))
+        return net(*args, **(module_kwargs or {}))
     finally:
-        face.close()
+        net.close()
 
 
 def _have_rows(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    # Most inputs are tensors: nothing is flattened for them
     return any(map(_has_rows, inputs)) or any(map(_has_rows, flatten((inputs, kwargs))[0]))
 
 
@@ -351,9 +352,12 @@ def _lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
     """
     if best_backend().type != "cpu":
         return resolve_devices(device_ids)
+    if device_ids is None:
+        return ()
     try:
-        return () if device_ids is None else resolve_devices(device_ids)
+        return resolve_devices(device_ids)
     except DeviceUnavailableError:
+        # NeuronCores of compiled models are never torch devices, on no machine
         if names_cores(device_ids):
             raise
         return ()
@@ -364,4 +368,6 @@ def _as_id(device: torch.device) -> Any:
 
     Otherwise the device itself.
     """
-    return device if device.index is None or device.type != best_backend().type else device.index
+    if device.type != best_backend().type or device.index is None:
+        return device
+    return device.index

@@ -56,9 +56,9 @@ def recursive_cuda(val: Any, device: Any = None, **kwargs: Any) -> Any:
     """
     if device is None and torch.cuda.is_available():
         device = torch.cuda.current_device()
-    methods = (
-        {"cuda": (), "to": ("cuda",)} if device is None else {"cuda": (device,), "to": (device,)}
-    )
+    methods: dict[str, tuple[Any, ...]] = {"cuda": (device,), "to": (device,)}
+    if device is None:  # without CUDA, the methods raise the error that the user needs
+        methods = {"cuda": (), "to": ("cuda",)}
     return _call_on_leaves(val, methods, kwargs)
 
 
@@ -112,10 +112,10 @@ def on_lane(value: Any, device: torch.device) -> Any:
     Copies to the CPU block until they are complete. Classes that torch and parawrap do not define
     need no option of ``.to``.
     """
+    # A queued copy to the CPU would let the host read it too early
     options = {} if device.type == "cpu" else {"non_blocking": True}
-    return _call_on_leaves(
-        value, {"to": (device,)}, options, takers=(torch.Tensor, PackedSequence, Batch)
-    )
+    takers = (torch.Tensor, PackedSequence, Batch)
+    return _call_on_leaves(value, {"to": (device,)}, options, takers)
 
 
 def _call_on_leaves(
@@ -126,9 +126,11 @@ def _call_on_leaves(
 ) -> Any:
     """Replace each leaf by the result of its first method in `methods`.
 
-    `methods` maps names to arguments.
-
-    `takers` are the classes whose methods get `kwargs`.
+    Args:
+        value: The nested value.
+        methods: The arguments of each method by its name.
+        kwargs: Options of the methods.
+        takers: The classes with methods that take the options.
     """
 
     def moves(node: Any) -> bool:
@@ -136,7 +138,8 @@ def _call_on_leaves(
 
     def call(leaf: Any) -> Any:
         name = next(name for name in methods if _has_method(leaf, name))
-        moved = getattr(leaf, name)(*methods[name], **(kwargs if isinstance(leaf, takers) else {}))
+        options = kwargs if isinstance(leaf, takers) else {}
+        moved = getattr(leaf, name)(*methods[name], **options)
         if moved is None:
             cls = type(leaf).__qualname__
             msg = (
@@ -155,6 +158,7 @@ def _has_method(value: Any, name: str) -> bool:
 
 
 def _replace_attrs(obj: T, replacement: Callable[[Any], Any]) -> T:
+    # All of them before the first one is set: an error then leaves the object as it was
     replaced = {name: replacement(value) for name, value in _attrs(obj).items()}
     for name, value in replaced.items():
         setattr(obj, name, value)
@@ -162,7 +166,9 @@ def _replace_attrs(obj: T, replacement: Callable[[Any], Any]) -> T:
 
 
 def _attrs(obj: object) -> dict[str, Any]:
-    # The __dict__, or a pair of the __dict__ and the __slots__
+    """Return the attributes in the __dict__ and in the __slots__ of an object."""
     state: Any = object.__getstate__(obj)
-    pair = state if isinstance(state, tuple) else (state,)
-    return {name: value for attrs in pair for name, value in (attrs or {}).items()}
+    if not isinstance(state, tuple):  # the __dict__ alone, or None without attributes
+        return state or {}
+    in_dict, in_slots = state
+    return {**(in_dict or {}), **in_slots}

@@ -92,11 +92,13 @@ def scatter_kwargs(
         args = tuple(inputs)
     flat = cutter.flatten(args, kwargs or {})
     plan = cutter.plan(flat, len(devices))
-    has_rows = plan.rows > 0 or any(dim is not None for dim in plan.dims)
-    if has_rows or not (args or kwargs):
-        shards = plan.scatter(flat, devices[: len(plan.sizes)])
-    else:  # as in torch, values that are not cut go to every device
+    # A batch of 0 rows has leaves with rows too
+    has_rows = plan.rows > 0 or any(cut_on is not None for cut_on in plan.dims)
+    has_arguments = bool(args or kwargs)
+    if has_arguments and not has_rows:  # as in torch, values that are not cut go to every device
         shards = [plan.scatter(flat, [device])[0] for device in devices]
+    else:
+        shards = plan.scatter(flat, devices[: len(plan.sizes)])
     return tuple(shard.args for shard in shards), tuple(shard.kwargs for shard in shards)
 
 
@@ -160,15 +162,15 @@ def parallel_apply(
     calls = as_calls(modules, inputs, kwargs_tup, devices)
     if not calls:
         return []
-    named = (
-        [None] * len(calls)
-        if devices is None
-        else [None if each is None else device_named(each) for each in devices]
-    )
-    places = [place or _device_of(call.args) for place, call in zip(named, calls, strict=True)]
+    given = [None] * len(calls) if devices is None else devices
+    places = []
+    for device, call in zip(given, calls, strict=True):
+        place = _device_of_first(call.args) if device is None else device_named(device)
+        places.append(place)
+    leaves, _ = flatten([(call.args, call.keywords) for call in calls])
     lanes = Lanes(places)
     try:
-        return apply_tasks(lanes, calls, flatten([(call.args, call.keywords) for call in calls])[0])
+        return apply_tasks(lanes, calls, leaves)
     finally:
         lanes.close()
 
@@ -204,25 +206,28 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
 def gather_shards(
     outputs: Sequence[Any], rows: Sequence[int] | None, target_device: DeviceLike, dim: int
 ) -> Any:
-    """Join the outputs of shards, whose rows show if a list has one item per row.
+    """Join the outputs of shards. Their rows show which lists have one item per row.
 
-    None: the rows are not known.
+    `rows` is None if they are not known.
     """
     outputs, device = list(outputs), device_named(target_device)
     if not outputs:
         msg = "gather got no outputs. Give one output per device"
         raise GatherError(msg)
     rules = JoinRules(dim, reduce=vector, as_torch=True)
-    originals = [lambda _: None] * len(outputs)  # not known: one object twice is two parts
-    return join(outputs, rows, rules, device, lambda: originals)
+
+    def find_no_original(_part: object) -> None:
+        """Return no argument of the call: one object in several outputs is then several parts."""
+
+    finders = [find_no_original] * len(outputs)
+    return join(outputs, rows, rules, device, lambda: finders)
 
 
 def vector(values: torch.Tensor) -> torch.Tensor:
     """Return the vector of the shards' 0-d outputs, as torch and torch_neuronx do, and warn."""
     warn_caller(
         "the module returned 0-d tensors. Like torch.nn.DataParallel, parawrap joins them into a "
-        "vector with one value per "
-        'shard. For their mean, use parallel(module, reduce="mean")'
+        'vector with one value per shard. For their mean, use parallel(module, reduce="mean")'
     )
     return values
 
@@ -246,11 +251,11 @@ def as_calls(
         found = ", ".join(f"{count} {what}" for what, count in counts.items())
         msg = f"parallel_apply got {found}. Give one of each per call"
         raise ShardError(msg)
-    positional = [each if isinstance(each, tuple | list) else (each,) for each in inputs]
-    return [
-        partial(each, *args, **named)
-        for each, args, named in zip(modules, positional, kwargs, strict=True)
-    ]
+    calls = []
+    for module, given, named in zip(modules, inputs, kwargs, strict=True):
+        args = given if isinstance(given, tuple | list) else (given,)
+        calls.append(partial(module, *args, **named))
+    return calls
 
 
 def device_named(device: Any) -> torch.device:
@@ -258,7 +263,7 @@ def device_named(device: Any) -> torch.device:
     return _CPU if device == -1 else resolve_device(device)
 
 
-def _device_of(leaves: Any) -> torch.device:
-    """Return the device of the first leaf that has one, or the CPU."""
-    devices = map(device_of, leaves)
+def _device_of_first(args: Sequence[Any]) -> torch.device:
+    """Return the device of the first argument that has one, or the CPU."""
+    devices = map(device_of, args)
     return next((device for device in devices if device is not None), _CPU)

@@ -262,7 +262,7 @@ class _InLanes:
             # The target is another one if a method is called on another object
             if calls is None or calls.lanes.count < parts or calls.target != function:
                 devices = best_backend().first(parts) if self._on_cpu else self._lanes
-                cutters = {None: Cutter()}
+                cutters: dict[str | None, Cutter] = {None: Cutter()}
                 calls = self._calls = Calls(function, devices, cutters=cutters, rules=JoinRules())
             return calls
 
