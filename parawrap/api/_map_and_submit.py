@@ -137,40 +137,18 @@ class MapAndSubmit:
             >>> [tuple(output.shape) for output in outputs]
             [(4, 1), (4, 1), (2, 1)]
         """
-        if buffersize is not None and buffersize < 1:
-            msg = (
-                f"buffersize={buffersize} is too small: at least one batch must be in flight. Use "
-                "1 or more"
-            )
-            raise ShardError(msg)
-        if chunksize != "auto" and not (isinstance(chunksize, int) and chunksize >= 1):
-            msg = (
-                f"chunksize={chunksize!r}: a message has at least one batch. Use 1 or more, or "
-                '"auto"'
-            )
-            raise ShardError(msg)
-        if buffersize is not None and chunksize != "auto" and buffersize < chunksize:
-            msg = (
-                f"buffersize={buffersize} has no room for chunksize={chunksize} batches. Use at "
-                "least as many"
-            )
-            raise ShardError(msg)
+        _check_buffer(buffersize, chunksize)
         _refuse_single_batch(batches)
-        if key is not None and resume is None:
-            msg = "key= is given without resume=. Give resume= a folder, or drop key="
-            raise ShardError(msg)
-        if not check_model and resume is None:
-            msg = (
-                "check_model=False is given without resume=. Give resume= a folder, or drop "
-                "check_model="
-            )
-            raise ShardError(msg)
+        if resume is None:
+            _refuse_options_of_resume(key, check_model=check_model)
         session, entry, name = self._open_method()
         folder = None
         if resume is not None:
+            # A function: it reads all weights, which only a stream that begins needs
             find = partial(fingerprint_of, session.target, session.rules)
             folder = OutputFolder(Path(resume), name, key, find if check_model else None)
-        total = _length_of(batches) if total is None else total
+        if total is None:
+            total = _length_of(batches)
         size = StreamSize(None if chunksize == "auto" else chunksize, buffersize, total)
         outputs = stream(
             session.open_stream(entry, prepare, size),
@@ -183,6 +161,40 @@ class MapAndSubmit:
             folder=folder,
         )
         return _draw_bar(outputs, total, desc) if progress else outputs
+
+
+def _check_buffer(buffersize: int | None, chunksize: int | Literal["auto"]) -> None:
+    """Refuse sizes below 1, and a buffer without room for a chunk."""
+    if buffersize is not None and buffersize < 1:
+        msg = (
+            f"buffersize={buffersize} is too small: at least one batch must be in flight. Use "
+            "1 or more"
+        )
+        raise ShardError(msg)
+    if chunksize == "auto":
+        return
+    if not (isinstance(chunksize, int) and chunksize >= 1):
+        msg = f'chunksize={chunksize!r}: a message has at least one batch. Use 1 or more, or "auto"'
+        raise ShardError(msg)
+    if buffersize is not None and buffersize < chunksize:
+        msg = (
+            f"buffersize={buffersize} has no room for chunksize={chunksize} batches. Use at "
+            "least as many"
+        )
+        raise ShardError(msg)
+
+
+def _refuse_options_of_resume(key: Callable[[Any], Any] | None, *, check_model: bool) -> None:
+    """Refuse options that have no effect without a folder for outputs."""
+    if key is not None:
+        msg = "key= is given without resume=. Give resume= a folder, or drop key="
+        raise ShardError(msg)
+    if not check_model:
+        msg = (
+            "check_model=False is given without resume=. Give resume= a folder, or drop "
+            "check_model="
+        )
+        raise ShardError(msg)
 
 
 def _refuse_single_batch(batches: object) -> None:

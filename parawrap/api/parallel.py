@@ -10,7 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cast, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    TypeVar,
+    cast,
+    overload,
+)
 
 import torch
 import wrapt
@@ -150,7 +160,8 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         (True, (3, 2))
     """
 
-    _was_used = True  # until the end of `__init__`
+    # Until the end of `__init__`: `__del__` does not warn of a block that `__init__` refused
+    _was_used = True
 
     def __init__(
         self,
@@ -186,35 +197,25 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         rules = JoinRules(dim, out_dims, reduce, join, pad_value)
         output = None if output_device is None else resolve_device(output_device)
         sizes: Sizes = sizes_of_block(unit, are_uneven=rules.needs_proof)
-        opens: Callable[..., Session | WorkerSession]
-        self._devices: tuple[torch.device, ...] | tuple[NeuronCore, ...]
-        if is_platform(devices):
-            from parawrap.workers import WorkerSession, devices_of
-
-            self._devices = tuple(devices_of(devices))
-            opens = partial(WorkerSession, target, devices, retries=retries)
-        elif on_cores:
-            from parawrap.neuroncores import CoreSession, Placement, resolve_cores, runtime
-
-            self._devices = cores = resolve_cores(devices, runtime().core_count())
-            placement = Placement(target, cores, dim)
-            sizes, opens = placement.cut, partial(CoreSession, target, placement)
-        elif workers == "process":
-            from parawrap.workers import WorkerSession
-
-            self._devices = on = resolve_devices(devices)
-            opens = partial(WorkerSession, target, on, retries=retries)
+        if on_cores:
+            plan = _plan_on_cores(target, devices, dim)
         else:
-            self._devices = on = resolve_devices(devices)
-            opens = partial(Session, target, on)
-        warns = rules.needs_proof and all(
+            plan = _plan_on_devices(target, devices, workers, retries, sizes)
+        self._devices = plan.devices
+        # A call with a large shard gets a hint to declare out_dims=dim. It fits if the block has
+        # no output with rows elsewhere
+        has_rows_on_dim = all(
             each is UNDECLARED or each == dim for each in entries_of(rules.out_dims)
         )
-        make_cutter = partial(Cutter, dim, in_dims, sizes=sizes, unit=unit, warns=warns)
+        warns = rules.needs_proof and has_rows_on_dim
+        make_cutter = partial(Cutter, dim, in_dims, sizes=plan.sizes, unit=unit, warns=warns)
         cutters = {method: make_cutter(taken) for method, taken in parameters.items()}
-        self._new_session = partial(opens, cutters=cutters, rules=rules, output_device=output)
+        self._new_session = partial(
+            plan.open_session, cutters=cutters, rules=rules, output_device=output
+        )
         self.target = target
         self._methods = tuple(dict.fromkeys(methods))
+        # The stubs that make the methods parallel in place; None if the target is not a module
         self._in_place = (
             PatchedMethods(target, self._methods) if isinstance(target, torch.nn.Module) else None
         )
@@ -223,7 +224,7 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         self._lock = threading.RLock()
         self._session: Session | WorkerSession | None = None
         self._last: Session | WorkerSession | None = None  # for stats() after the block
-        self._depth = 0
+        self._depth = 0  # of `with` blocks and calls that are open, in all threads
         self._closed = False
         self._was_used = False
 
@@ -249,7 +250,7 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
             self._enter()
             return self
         except BaseException:
-            # Ctrl-C may come between the two lines, and then Python does not call `__exit__`
+            # Ctrl-C may come between these two lines, and then Python does not call `__exit__`
             self.close()
             raise
 
@@ -264,7 +265,7 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
                 self._leave()
                 session = self._detach_session() if self._depth == 0 else None
             if session is not None:
-                if error is not None:
+                if error is not None:  # nothing reads the results of calls that have not started
                     session.cancel()
                 session.close()
         except BaseException:
@@ -416,7 +417,8 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         """
         session, self._session = self._session, None
         self._closed = True
-        self._last = session or self._last
+        if session is not None:
+            self._last = session
         return session
 
     def _open_session(self) -> Session | WorkerSession:
@@ -440,7 +442,7 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
             if self._depth == 0 and self._in_place is not None:
                 try:
                     self._in_place.install(session)
-                except BaseException:
+                except BaseException:  # Ctrl-C, after some of the methods have their stubs
                     self._in_place.uninstall()
                     raise
             self._depth += 1
@@ -449,7 +451,7 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         with self._lock:
             if self._depth == 1 and self._in_place is not None:
                 self._in_place.uninstall()
-            self._depth = max(0, self._depth - 1)
+            self._depth = max(0, self._depth - 1)  # `close` in the block has set it to 0
 
     def _decorate(self, function: Callable[P, T]) -> Callable[P, T]:
         self._was_used = True
@@ -466,6 +468,49 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
                 return wrapped(*args, **kwargs)
 
         return cast("Callable[P, T]", wrapt.FunctionWrapper(function, call))
+
+
+class _SessionPlan(NamedTuple):
+    """The devices of a block, and how its session opens on them.
+
+    Attributes:
+        devices: The device of each lane, or the NeuronCores.
+        open_session: Opens a session on them.
+        sizes: Chooses the sizes of the shards of a call.
+    """
+
+    devices: tuple[torch.device, ...] | tuple[NeuronCore, ...]
+    open_session: Callable[..., Session | WorkerSession]
+    sizes: Sizes
+
+
+def _plan_on_devices(
+    target: Any, devices: Devices | Platform, workers: str, retries: int, sizes: Sizes
+) -> _SessionPlan:
+    """Plan lanes in threads, in processes of this machine, or on Ray."""
+    if is_platform(devices):
+        # Imported here: blocks in threads need no module of launches
+        from parawrap.workers import WorkerSession, devices_of
+
+        open_session = partial(WorkerSession, target, devices, retries=retries)
+        return _SessionPlan(tuple(devices_of(devices)), open_session, sizes)
+    resolved = resolve_devices(devices)
+    if workers == "process":
+        from parawrap.workers import WorkerSession
+
+        open_session = partial(WorkerSession, target, resolved, retries=retries)
+        return _SessionPlan(resolved, open_session, sizes)
+    return _SessionPlan(resolved, partial(Session, target, resolved), sizes)
+
+
+def _plan_on_cores(target: Any, devices: object, dim: int) -> _SessionPlan:
+    """Plan lanes on NeuronCores. The compiled model decides the sizes of shards."""
+    # Imported here: only these blocks need a runtime of NeuronCores
+    from parawrap.neuroncores import CoreSession, Placement, resolve_cores, runtime
+
+    cores = resolve_cores(devices, runtime().core_count())
+    placement = Placement(target, cores, dim)
+    return _SessionPlan(cores, partial(CoreSession, target, placement), placement.cut)
 
 
 class ParallelMethod(MapAndSubmit):
