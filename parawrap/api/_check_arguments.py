@@ -54,11 +54,8 @@ def check_integer(name: str, value: Any, what: str, least: int | None = None) ->
 
     `what` says in words what to give.
     """
-    if (
-        not isinstance(value, int)
-        or isinstance(value, bool)
-        or (least is not None and value < least)
-    ):
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or (least is not None and value < least):
         msg = f"{name}={value!r}: give {what}"
         raise ShardError(msg)
 
@@ -97,11 +94,11 @@ def parameters_of(target: Any, methods: Sequence[str]) -> dict[str | None, Param
     """Return the parameters of each method. The key None stands for a call of the target itself."""
     if not isinstance(target, torch.nn.Module):
         return {None: Parameters(target)}
-    plain = {name: original_method(getattr(target, name)) for name in ("forward", *methods)}
-    return {
-        None: Parameters(plain["forward"]),
-        **{name: Parameters(plain[name]) for name in methods},
-    }
+    # Of the methods themselves: another block may be open on the module, and has its stubs there
+    found: dict[str | None, Parameters] = {None: Parameters(original_method(target.forward))}
+    for name in methods:
+        found[name] = Parameters(original_method(getattr(target, name)))
+    return found
 
 
 def check_in_dims(
@@ -125,13 +122,11 @@ def check_in_dims(
             )
             raise ShardError(msg)
         for entry in entries_of(dim):
-            if entry not in (None, "items") and (
-                isinstance(entry, bool) or not isinstance(entry, int)
-            ):
+            is_dim = isinstance(entry, int) and not isinstance(entry, bool)
+            if not is_dim and entry not in (None, "items"):
                 msg = (
                     f'in_dims[{name!r}]={dim!r} is not supported. Use a dim, None, "items", or a '
-                    "dict, tuple, or dataclass "
-                    "of these like the argument"
+                    "dict, tuple, or dataclass of these like the argument"
                 )
                 raise ShardError(msg)
     return in_dims

@@ -71,16 +71,20 @@ def _reduce_by_value(decorated: Decorated) -> _Reduction:
 
 
 def _reduce_for_cloudpickle(decorated: Decorated) -> _Reduction:
-    module, registered = decorated.__module__, cloudpickle.list_registry_pickle_by_value()
-    goes_by_value = decorated._defined is None and (
-        module == "__main__" or is_among(module, registered)
-    )
-    return _reduce_by_value(decorated) if goes_by_value else decorated.__reduce_ex__(4)
+    # The dispatch table comes before cloudpickle's own rules, so this function repeats them
+    module = decorated.__module__
+    registered = cloudpickle.list_registry_pickle_by_value()
+    goes_by_value = module == "__main__" or is_among(module, registered)
+    if decorated._defined is None and goes_by_value:
+        return _reduce_by_value(decorated)
+    return decorated.__reduce_ex__(4)
 
 
 def is_global(decorated: Any) -> bool:
     """True if the name of a decorated function leads to it."""
-    module, name = getattr(decorated, "__module__", None), getattr(decorated, "__qualname__", "")
+    # A partial, for example, has no name
+    module = getattr(decorated, "__module__", None)
+    name = getattr(decorated, "__qualname__", "")
     return module in sys.modules and look_up(module, name) is decorated
 
 

@@ -66,13 +66,13 @@ class _Collected(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         outputs: dict[str, list[Any]] = {name: [] for name in self.layers}
-        hooks = [
-            self.model.get_submodule(name).register_forward_hook(partial(_keep, outputs[name]))
-            for name in outputs
-        ]
+        hooks = []
         try:
+            for name, kept in outputs.items():
+                layer = self.model.get_submodule(name)
+                hooks.append(layer.register_forward_hook(partial(_keep, kept)))
             self.model(*args, **kwargs)
-        finally:
+        finally:  # also after Ctrl-C between two hooks
             for hook in hooks:
                 hook.remove()
         for name, kept in outputs.items():

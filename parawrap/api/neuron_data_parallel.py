@@ -103,6 +103,8 @@ class DataParallel(torch.nn.Module):
         self._num_workers = LANES_PER_CORE * len(self._cores)
         self._split_size: int | None = None
         self._wants_dynamic = set_dynamic_batching
+        # Of `_session`: threads that call at the same time load the model once. No method takes it
+        # twice. It is reentrant for a signal handler that calls `close` while its thread loads
         self._changing = threading.RLock()
         self.module = model
         self._session: CoreSession | None = None

@@ -10,6 +10,7 @@ from parawrap._public import public
 from parawrap.api.data_parallel import DataParallel, WrappedAttributes, submodule
 from parawrap.backends import DeviceLike, backend_of, best_backend, resolve_device
 
+# Attributes of the wrapper itself. All others are the model's
 _OWN = frozenset({"device", "use_data_parallel", "training", "model"})
 
 
@@ -64,15 +65,18 @@ class ParallelWrapper(WrappedAttributes):
             DeviceUnavailableError: If this machine does not have the device. The model does not
                 move then.
         """
+        # torch takes a device by name, a device first, or a tensor with the device and the dtype
         given = kwargs.pop("device", None)
         if given is None and args and isinstance(args[0], (int, str, torch.device)):
-            given, args = args[0], args[1:]
+            given, *others = args
+            args = tuple(others)
         if given is not None and given != "auto":
             resolve_device(given)  # raises before anything changes
         if args or kwargs:
             self._inner().to(*args, **kwargs)
             like = args[0] if args else kwargs.get("tensor")
-            given = like.device if given is None and isinstance(like, torch.Tensor) else given
+            if given is None and isinstance(like, torch.Tensor):
+                given = like.device
         if given is not None:
             self._place(self._inner(), given)
         return self
@@ -84,11 +88,8 @@ class ParallelWrapper(WrappedAttributes):
         spreads = self.use_data_parallel and (is_auto or resolved.type == "cuda")
         # The first lane is on the model's device, because DataParallel requires the parameters
         # there.
-        others = (
-            [each for each in backend_of(resolved.type).every_device() if each != resolved]
-            if spreads
-            else []
-        )
+        devices = backend_of(resolved.type).every_device() if spreads else ()
+        others = [device for device in devices if device != resolved]
         self.model = DataParallel(model, [resolved, *others]) if others else model
         is_torch_name = not isinstance(device, str) or device.partition(":")[0] == resolved.type
         self.device = device if is_torch_name else str(resolved)

@@ -102,14 +102,14 @@ class Sweep(Iterator[RankResults[R] | Exception], Generic[R]):
             return "no launches"
         first = self._jobs[0]
         shares = _shares_of(self._jobs, self._max_parallel)
-        most = f"at most {self._max_parallel}"
-        if shares:
-            most = str(len(shares))
-        elif self._max_parallel is None:
-            most = "all"
-        how = f"{most} at the same time"
         if _is_sequential(first.platform, self._max_parallel):
             how = "one after another"
+        elif shares:
+            how = f"{len(shares)} at the same time"
+        elif self._max_parallel is None:
+            how = "all at the same time"
+        else:
+            how = f"at most {self._max_parallel} at the same time"
         lines = [f"{len(self._jobs)} launches of {first.name}, {how}"]
         lines += [f"launch {number}: {_describe(share)}" for number, share in enumerate(shares)]
         if shares:
@@ -130,7 +130,8 @@ def _launch_each(
     if not jobs:
         return
     platform = jobs[0].platform
-    # Results belong to the caller once they are yielded: nothing here keeps them
+    # Functions that wait for one launch each. They leave the deque before they are called: results
+    # belong to the caller once they are yielded, and nothing here keeps them
     waits: deque[Callable[[], RankResults[Any]]]
     cancel: Callable[[], None]
     queue: _Queue | None = None
@@ -139,7 +140,8 @@ def _launch_each(
         waits = deque(launched.results for launched in array)
         cancel = partial(cancel_launches, array)
     elif _is_sequential(platform, max_parallel):
-        waits, cancel = deque(partial(run, job) for job in jobs), lambda: None
+        waits = deque(partial(run, job) for job in jobs)
+        cancel = _cancel_nothing  # `run` itself cancels its launch
     else:
         wanted = min(max_parallel or len(jobs), len(jobs))
         shares = _shares_of(jobs, max_parallel)
@@ -152,11 +154,15 @@ def _launch_each(
         while waits:
             yield _outcome(waits.popleft())
     except KeyboardInterrupt:
-        if queue is not None:
+        if queue is not None:  # `run` reports itself, and an array is on other machines
             queue.report()
         raise
     finally:
         cancel()
+
+
+def _cancel_nothing() -> None:
+    pass
 
 
 def _is_sequential(platform: PlatformFields, max_parallel: int | None) -> bool:
@@ -186,8 +192,8 @@ def _explain_limit(platform: PlatformFields, wanted: int, shares: list[Share]) -
     )
     if platform.n_gpus is None:
         return f"{text}Give n_gpus: without it, a launch uses all devices"
-    numbers = [number for share in shares for number in share.platform.own_device_ids]
-    repeated = [number for number in sorted(set(numbers)) for _ in range(2)]
+    numbers = {number for share in shares for number in share.platform.own_device_ids}
+    repeated = sorted([*numbers, *numbers])
     return f"{text}To run two launches on a device, repeat its number: device_ids={repeated}"
 
 
@@ -257,10 +263,13 @@ class _Queue:
 
     def report(self) -> None:
         """Log where the ranks of the running launches are."""
+        # Without the lock, which a thread holds while it launches: Ctrl-C must not wait. `list`
+        # copies a set in one step
         report_launches(list(self._running))
 
     def _serve(self, share: Share | None) -> None:
         while True:
+            # Held during the launch too: `cancel` then finds it among the running ones
             with self._access:
                 if not self._pending:
                     return

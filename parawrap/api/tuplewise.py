@@ -33,10 +33,10 @@ class Tuplewise:
         object.__setattr__(self, "_Tuplewise__seq", tuple(seq))
 
     def __getattr__(self, name: str) -> Tuplewise:
-        if (name.startswith("__") and name.endswith("__")) or name == "_Tuplewise__seq":
-            raise AttributeError(
-                name
-            )  # copy and pickle look these up, also before __init__ has run
+        # copy and pickle look up both, also before __init__ has run
+        is_protocol = name.startswith("__") and name.endswith("__")
+        if is_protocol or name == "_Tuplewise__seq":
+            raise AttributeError(name)
         return self.__each(lambda item: getattr(item, name))
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -96,13 +96,15 @@ class Launchable(Decorated, Generic[P, R]):
         >>> list(train.map([0.5, 0, 0.1]))
         [RankResults(2.0, 2.0), ZeroDivisionError('division by zero'), RankResults(10.0, 10.0)]
         """
-        if max_parallel is not None and not (isinstance(max_parallel, int) and max_parallel >= 1):
+        is_number = isinstance(max_parallel, int) and max_parallel >= 1
+        if max_parallel is not None and not is_number:
             msg = f"max_parallel={max_parallel!r}: use an int of 1 or more, or None for the default"
             raise ValueError(msg)
-        jobs = [
-            replace(self._job((config,), {}), number=number)
-            for number, config in enumerate(configs)
-        ]
+        jobs = []
+        for number, config in enumerate(configs):
+            job = self._job((config,), {})
+            jobs.append(replace(job, number=number))
+        # All of them, before the first launch
         for job in jobs:
             try:
                 _check(job)
@@ -148,9 +150,9 @@ class Launchable(Decorated, Generic[P, R]):
         bound_to: tuple[Any, ...] = ()
         if isinstance(function, types.MethodType):
             function, bound_to = function.__func__, (function.__self__,)
-        return Job(
-            self.platform, function, args, kwargs, _Undecorated.of(self._defined or self), bound_to
-        )
+        # Only the decorated function in the class can be looked up by its name
+        stand_in = _Undecorated.of(self._defined or self)
+        return Job(self.platform, function, args, kwargs, stand_in, bound_to)
 
 
 class _Undecorated:
@@ -165,18 +167,18 @@ class _Undecorated:
 
     @classmethod
     def of(cls, decorated: Decorated) -> _Undecorated | None:
-        """Return a stand-in; None if another process should receive the function by value.
+        """Return a stand-in; None if another process cannot import the function.
 
-        It should if it cannot import the function.
+        The function is then sent by value.
         """
         module = decorated.__module__
-        if (
-            module == "__main__"
-            or not is_global(decorated)
-            or not goes_by_name(sys.modules[module])
-        ):
+        # The __main__ of a rank is another script
+        if module == "__main__" or not is_global(decorated):
             return None
-        return cls(decorated) if is_importable(module) else None
+        # The user may have told cloudpickle to send the module by value
+        if not goes_by_name(sys.modules[module]) or not is_importable(module):
+            return None
+        return cls(decorated)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _look_up_undecorated, self._place
@@ -187,6 +189,7 @@ def _look_up_undecorated(module: str, qualname: str) -> Any:
     return getattr(bare, "__func__", bare)  # the function of a classmethod or staticmethod
 
 
+# For ranks that stay: they run decorated functions too, and `launch` does not import this module
 DECORATED[Launchable] = Launchable._job
 
 
@@ -305,7 +308,10 @@ class Wrapper:
 
 
 def _as_function(task: Callable[..., T], *, has_args: bool) -> Callable[..., T]:
-    """Return a function that takes the items of `args` and calls the task."""
+    """Return a function that takes the items of `args` and calls the task.
+
+    The items are arguments of the function, so that errors name the one that cannot be sent.
+    """
 
     def run(*args: Any) -> T:
         rank = current_rank()
