@@ -39,6 +39,18 @@ class Span(NamedTuple):
     kind: str
     details: Mapping[str, Any] = {}
 
+    @property
+    def duration(self) -> int:
+        """Nanoseconds from the start to the end."""
+        return self.end - self.start
+
+
+class Gap(NamedTuple):
+    """An idle interval of a track, in nanoseconds."""
+
+    start: int
+    end: int
+
 
 class Timeline(NamedTuple):
     """Tracks, by their labels, and the spans on them, in any order.
@@ -65,46 +77,48 @@ class Timeline(NamedTuple):
     @property
     def slowest(self) -> int | None:
         """The index of the longest span; None without spans."""
-        return max(
-            range(len(self.spans)),
-            key=lambda index: self.spans[index].end - self.spans[index].start,
-            default=None,
-        )
+        durations = [span.duration for span in self.spans]
+        return durations.index(max(durations)) if durations else None
 
-    def gaps(self) -> list[list[tuple[int, int]]]:
+    def gaps(self) -> list[list[Gap]]:
         """Return the idle intervals of each track between the first start and the last end."""
-        busy: list[list[tuple[int, int]]] = [[] for _ in self.tracks]
+        by_track: list[list[Span]] = [[] for _ in self.tracks]
         for span in self.spans:
-            busy[span.track].append((span.start, span.end))
-        began, ended = self.start, self.start + self.duration
-        return [_gaps_between(sorted(of_track), began, ended) for of_track in busy]
+            by_track[span.track].append(span)
+        began = self.start
+        ended = began + self.duration
+        return [_find_gaps(spans, began, ended) for spans in by_track]
 
     def __str__(self) -> str:
         """Return one line for each track, with its idle time, and one for the slowest span."""
         if self.slowest is None:
             return f"{self.title}: no spans"
-        counts, width = Counter(span.track for span in self.spans), max(map(len, self.tracks))
+        counts = Counter(span.track for span in self.spans)
+        width = max(map(len, self.tracks))
         lines = [f"{self.title}: {_spans(len(self.spans))} in {_time(self.duration)}"]
         for track, (label, gaps) in enumerate(zip(self.tracks, self.gaps(), strict=True)):
-            idle = sum(end - start for start, end in gaps)
-            share = 100 * idle / self.duration if self.duration else 0
-            of_idle = (
-                "" if track in self.without_idle else f"  idle {_time(idle):>9} ({share:.0f}%)"
-            )
-            lines.append(f"  {label:<{width}}  {_spans(counts[track]):>12}{of_idle}")
+            line = f"  {label:<{width}}  {_spans(counts[track]):>12}"
+            if track not in self.without_idle:
+                idle = sum(gap.end - gap.start for gap in gaps)
+                # Spans of 0 ns make a timeline of 0 ns
+                share = 100 * idle / self.duration if self.duration else 0
+                line += f"  idle {_time(idle):>9} ({share:.0f}%)"
+            lines.append(line)
         span = self.spans[self.slowest]
-        lines.append(
-            f"  slowest: {span.name}, {self.tracks[span.track]}, {_time(span.end - span.start)}"
-        )
+        lines.append(f"  slowest: {span.name}, {self.tracks[span.track]}, {_time(span.duration)}")
         return "\n".join(lines)
 
 
-def _gaps_between(busy: Sequence[tuple[int, int]], began: int, ended: int) -> list[tuple[int, int]]:
-    gaps, busy_until = [], began
-    for start, end in (*busy, (ended, ended)):
-        if start > busy_until:
-            gaps.append((busy_until, start))
-        busy_until = max(busy_until, end)
+def _find_gaps(spans: Sequence[Span], began: int, ended: int) -> list[Gap]:
+    """Return the times between `began` and `ended` at which no span of a track runs."""
+    gaps = []
+    busy_until = began
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.start > busy_until:
+            gaps.append(Gap(busy_until, span.start))
+        busy_until = max(busy_until, span.end)  # spans may overlap
+    if ended > busy_until:
+        gaps.append(Gap(busy_until, ended))
     return gaps
 
 
@@ -114,7 +128,8 @@ def refusal_of_path(path: str | os.PathLike[str]) -> str | None:
     Creates a file in the folder and removes it, which also detects missing permissions, read-only
     disks, and long names.
     """
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+    is_path = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str)
+    if not is_path:
         return f"{path!r} is not a path. Give a string or a pathlib.Path, such as 'lanes.html'"
     path = Path(path).expanduser()
     if path.suffix not in _SUFFIXES:
@@ -144,15 +159,17 @@ def write_timeline(path: str | os.PathLike[str], timeline: Timeline) -> None:
     """
     path = Path(path)
     text = _page(timeline) if path.suffix == ".html" else json.dumps(_trace(timeline))
+    # A file next to it, renamed at the end: a reader never finds half a page
     unfinished = _temporary_path(path)
     try:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
-    finally:
+    finally:  # after an error or Ctrl-C: a renamed file is not there any more
         unfinished.unlink(missing_ok=True)
 
 
 def _temporary_path(path: Path) -> Path:
+    # Its own for each thread: two blocks may write traces to one path
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
 
 
@@ -165,6 +182,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         events, other = content["traceEvents"], content["otherData"]
+        # In Chrome's format, "M" is metadata: here the name of a track. "X" is a span
         tracks = [event["args"]["name"] for event in events if event["ph"] == "M"]
         known_tracks = range(len(tracks))
         spans: list[Span] = []
@@ -201,7 +219,7 @@ def _trace(timeline: Timeline) -> dict[str, Any]:
             "pid": 0,
             "tid": span.track,
             "ts": span.start / _US,
-            "dur": (span.end - span.start) / _US,
+            "dur": span.duration / _US,
             "args": _select_known(span.details),
         }
         for span in timeline.spans
@@ -220,14 +238,14 @@ def _page(timeline: Timeline) -> str:
     for track, gaps in enumerate(timeline.gaps()):
         shown: list[list[float]] | None = None
         if track not in timeline.without_idle:
-            shown = [[(at - began) / _US for at in gap] for gap in gaps]
+            shown = [[(gap.start - began) / _US, (gap.end - began) / _US] for gap in gaps]
         tracks.append({"label": timeline.tracks[track], "gaps": shown})
     # The script of the page reads these fields by their positions
     spans = [
         [
             span.track,
             (span.start - began) / _US,
-            (span.end - span.start) / _US,
+            span.duration / _US,
             span.name,
             kinds.index(span.kind),
             _select_known(span.details),

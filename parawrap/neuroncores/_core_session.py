@@ -60,7 +60,9 @@ class Placement:
         split_size: int | None = None,
     ) -> None:
         self._runtime = runtime()
-        signature = self._runtime.signature(model) if isinstance(model, torch.nn.Module) else None
+        signature = None  # of a function around compiled models, for example
+        if isinstance(model, torch.nn.Module):
+            signature = self._runtime.signature(model)
         if signature is not None and dim not in range(-signature.most_dims, signature.most_dims):
             msg = (
                 f"dim={dim!r} is out of range: the model is compiled for inputs with at most "
@@ -91,12 +93,15 @@ class Placement:
         if not survey.scripts:
             raise not_traced(survey.target)
         if self._parts != [*survey.scripts]:
+            # First: both models at once may not fit into the memory of a core
             self.unload()
-            self._copies, self._parts = self._load(survey.scripts), [*survey.scripts]
-        on_cores = [
-            {id(part): copied for part, copied in zip(self._parts, copies, strict=True)}
-            for copies in self._copies
-        ]
+            self._copies = self._load(survey.scripts)
+            # Last: if loading fails, the next call tries again
+            self._parts = [*survey.scripts]
+        on_cores = []
+        for copies in self._copies:
+            pairs = zip(self._parts, copies, strict=True)
+            on_cores.append({id(part): copied for part, copied in pairs})
         return [on_cores[lane % len(self.cores)] for lane in range(lanes)]
 
     def unload(self) -> None:
@@ -117,7 +122,9 @@ class Placement:
             return self._exact(rows)
         if self.split_size is not None:
             full, rest = divmod(rows, self.split_size)
-            return (self.split_size,) * full + ((rest,) if rest or not full else ())
+            sizes = (self.split_size,) * full
+            is_empty = rows == 0  # a call without rows has one part
+            return (*sizes, rest) if rest or is_empty else sizes
         if self.compiled is None:
             return balanced_sizes(rows, len(self.cores))
         return sizes_in_units(rows, max(lanes, len(self.cores)), self.compiled)
@@ -127,10 +134,12 @@ class Placement:
         for start, count in find_runs(core.index for core in self.cores):
             copies = self._runtime.load(parts, start, count)
             on_core.update(dict.fromkeys(range(start, start + count), copies))
+            if self.why_fixed is not None:
+                continue
             try:
-                for copied in copies if self.why_fixed is None else ():
+                for copied in copies:
                     self._runtime.dynamic_batch(copied)
-            except ShapeError as error:
+            except ShapeError as error:  # the model then takes the compiled size only
                 self.why_fixed = error.message
         return [on_core[core.index] for core in self.cores]
 
@@ -139,24 +148,20 @@ class Placement:
         cores = len(self.cores)
         each = self.compiled or self.split_size or rows // cores
         parts = cores if self.split_size is None else rows // each
-        if not rows or rows != each * parts or self.split_size not in (None, each):
-            needed = (
-                f"{each} rows. Pass {each * cores}"
-                if self.compiled
-                else f"the same number. Pass a multiple of {cores}"
-            )
-            chunks = (
-                ""
-                if self.split_size is None
-                else f", or set split_size to {each} and pass a multiple of it"
-            )
-            msg = (
-                f"{rows} rows on dim {self._dim} over {cores} NeuronCores are {rows / cores:g} "
-                f"per core, but without dynamic batching each inference takes {needed}{chunks}. "
-                f"Dynamic batching accepts any number of rows, but {self.why_fixed}"
-            )
-            raise ShapeError(msg)
-        return (each,) * parts
+        is_split_as_compiled = self.split_size in (None, each)
+        if rows and rows == each * parts and is_split_as_compiled:
+            return (each,) * parts
+        needed = f"the same number. Pass a multiple of {cores}"
+        if self.compiled:
+            needed = f"{each} rows. Pass {each * cores}"
+        if self.split_size is not None:
+            needed += f", or set split_size to {each} and pass a multiple of it"
+        msg = (
+            f"{rows} rows on dim {self._dim} over {cores} NeuronCores are {rows / cores:g} "
+            f"per core, but without dynamic batching each inference takes {needed}. "
+            f"Dynamic batching accepts any number of rows, but {self.why_fixed}"
+        )
+        raise ShapeError(msg)
 
 
 class CoreSession(Session):
@@ -207,18 +212,22 @@ class CoreSession(Session):
         itself, which is on none.
         """
         lane = here.lane
-        if lane in self.lanes.all and self.replicas.state.lanes:
-            return entry.of(self.replicas.state.lanes[lane.index].target)(*args, **kwargs)
-        if not self.lanes.is_alive or self.replicas.state.survey.is_lazy:
+        state = self.replicas.state
+        if lane in self.lanes.all and state.lanes:
+            return entry.of(state.lanes[lane.index].target)(*args, **kwargs)
+        if not self.lanes.is_alive or state.survey.is_lazy:
             return entry.plain(*args, **kwargs)
+        # As for cut calls: those of several threads wait for each other
         with self._lock:
             self.plain_calls += 1
             outputs = self.apply_replicas(entry, [args], [kwargs])
-        return outputs[0] if self.rules.keep_single else join(outputs, (1,), self.rules)
+        if self.rules.keep_single:
+            return outputs[0]
+        return join(outputs, (1,), self.rules)  # torch makes a vector of one 0-d output too
 
     def close(self) -> None:
         """Let the lanes finish, end them, and free the memory of the cores."""
-        super().close()
+        super().close()  # first: the lanes still use the copies
         self.placement.unload()
 
     def _is_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

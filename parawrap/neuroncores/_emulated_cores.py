@@ -13,6 +13,7 @@ postpone them.
 import copy
 import inspect
 import itertools
+import math
 import threading
 import time
 import weakref
@@ -55,10 +56,9 @@ class _EmulatedProgram(torch.nn.Module):
     def __init__(self, function: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.function = function
-        self.inputs, self.outputs = (
-            list(map(_without_data, inputs)),
-            list(map(_without_data, outputs)),
-        )
+        # A file of the compiled model must not hold the examples
+        self.inputs = list(map(_without_data, inputs))
+        self.outputs = list(map(_without_data, outputs))
         self.dtypes = [str(tensor.dtype) for tensor in inputs]
         self.dynamic = False
 
@@ -76,6 +76,7 @@ class _EmulatedProgram(torch.nn.Module):
         return [torch.cat([part[i] for part in parts])[:rows] for i in range(len(self.outputs))]
 
     def infer(self, tensors: List[Tensor]) -> List[Tensor]:
+        # Clones: a core gets a copy of its inputs, and cannot write the caller's
         outputs: List[Tensor] = self.function(
             [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
         )
@@ -143,25 +144,34 @@ def _compile(
     _refuse_others(inputs, "the example has")
     flat = _Flat(copy_for_trial(model), takes)
     with quiet_about_torchscript(), torch.inference_mode(mode=False), torch.no_grad():
-        traced: Any = torch.jit.trace(
-            flat, ([each.clone() for each in inputs],), check_trace=False, strict=False
-        )
-        # The trace recorded train mode
-        frozen: Any = torch.jit.freeze(traced.eval(), optimize_numerics=False)
-        function = torch.jit.load(save_to_memory(frozen))  # shares no memory with the model
-        program = torch.jit.script(_EmulatedProgram(function, inputs, flat.outputs))
+        program = _compile_program(flat, inputs)
         named = [
             inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in kwargs
         ]
-        whole = _Compiled(
-            program, flat.gives, named or inspect_parameters(model)[: len(args)]
-        ).eval()
-        args, kwargs = unflatten(takes, [each.clone() for each in inputs])
-        compiled: Any = torch.jit.trace(
-            whole, (*args, *kwargs.values()), check_trace=False, strict=False
-        )
-    outer: torch.jit.ScriptModule = compiled
-    return outer
+        parameters = named or inspect_parameters(model)[: len(args)]
+        whole = _Compiled(program, flat.gives, parameters).eval()
+        args, kwargs = unflatten(takes, [tensor.clone() for tensor in inputs])
+        return _trace_module(whole, (*args, *kwargs.values()))
+
+
+def _compile_program(flat: _Flat, inputs: Sequence[Tensor]) -> torch.jit.ScriptModule:
+    """Return the model as a script that checks a list of tensors, and shares no memory with it."""
+    # Clones: the model may write its inputs, and here are the user's examples
+    traced = _trace_module(flat, ([tensor.clone() for tensor in inputs],))
+    # `freeze` only takes modules in eval mode. The graph keeps the mode that the model had
+    frozen: Any = torch.jit.freeze(traced.eval(), optimize_numerics=False)
+    function = torch.jit.load(save_to_memory(frozen))
+    program: torch.jit.ScriptModule = torch.jit.script(
+        _EmulatedProgram(function, inputs, flat.outputs)
+    )
+    return program
+
+
+def _trace_module(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.jit.ScriptModule:
+    # The check of a trace runs the model again, and refuses random numbers. A strict trace refuses
+    # lists and dicts
+    traced: torch.jit.ScriptModule = torch.jit.trace(module, args, check_trace=False, strict=False)
+    return traced
 
 
 def find_programs(model: torch.nn.Module) -> list[Any]:
@@ -179,16 +189,17 @@ def _refuse_others(leaves: Sequence[Any], who: str) -> None:
 
     `who` starts the message, as in "the model returns".
     """
-    others = [leaf for leaf in leaves if not (isinstance(leaf, Tensor) and leaf.is_cpu)]
+    others = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            others.append(type(leaf).__name__)
+        elif not leaf.is_cpu:
+            others.append(f"a tensor on {leaf.device}")
     if others or not leaves:
-        kinds = ", ".join(
-            f"a tensor on {each.device}" if isinstance(each, Tensor) else type(each).__name__
-            for each in others
-        )
         msg = (
-            f"{who} {kinds or 'no tensors'}, but a compiled model takes and returns CPU tensors "
-            "in tuples, lists, and dicts. Set other arguments in a function or module around the "
-            "model, and trace that"
+            f"{who} {', '.join(others) or 'no tensors'}, but a compiled model takes and returns "
+            "CPU tensors in tuples, lists, and dicts. Set other arguments in a function or module "
+            "around the model, and trace that"
         )
         raise TypeError(msg)
 
@@ -220,7 +231,8 @@ class _Core:
     """
 
     def __init__(self, latency_s: float) -> None:
-        self.inferences = self.loads = 0
+        self.inferences = 0
+        self.loads = 0
         self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._latency_s = latency_s
         # Held for a whole inference, as a core runs one at a time. It protects `inferences` too
@@ -247,23 +259,24 @@ class _OnCores(torch.nn.Module):
         self._cores = cores
         shape = find_programs(compiled)[0].inputs[0].shape
         self._rows = shape[0] if shape else 0
-        self._turns = itertools.count()  # its next() is atomic
+        # With the interpreter lock, next() is one step. Without it, two calls may get one core, and
+        # wait for its lock
+        self._turns = itertools.count()
         for core in cores:
             core.loads += 1
             core.models.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         core = self._cores[next(self._turns) % len(self._cores)]
-        first = next(
-            (leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)), None
-        )
-        rows = first.shape[0] if first is not None and first.ndim else 0
+        tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        rows = tensors[0].shape[0] if tensors and tensors[0].ndim else 0
         # Several, if dynamic batching cuts the rows
-        inferences = -(-rows // self._rows) if self._rows else 1
+        inferences = math.ceil(rows / self._rows) if self._rows else 1
         try:
             with torch.autocast("cpu", enabled=False):  # a compiled model keeps its dtypes
                 return core.run(self.compiled, args, kwargs, inferences)
         except torch.jit.Error as error:
+            # TorchScript raises one class for all errors. The text of a misfit names its class
             _, is_misfit, message = str(error).rpartition("ShapeError: ")
             if is_misfit:
                 raise ShapeError(message.strip()) from None
@@ -313,7 +326,10 @@ class NeuronHost(NeuronRuntime):
         self._making = threading.Lock()
 
     def core_count(self) -> int:
-        return self._given or len(read_core_numbers() or range(EMULATED_CORES))
+        if self._given is not None:
+            return self._given
+        allocated = read_core_numbers()
+        return EMULATED_CORES if allocated is None else len(allocated)
 
     def trace(
         self,
@@ -338,10 +354,12 @@ class NeuronHost(NeuronRuntime):
 
         None for a module around one.
         """
-        programs = (
-            find_programs(model) if isinstance(model, (torch.jit.ScriptModule, _OnCores)) else []
-        )
-        return Signature.of(programs[0].inputs, programs[0].outputs) if programs else None
+        is_compiled = isinstance(model, (torch.jit.ScriptModule, _OnCores))
+        programs = find_programs(model) if is_compiled else []
+        if not programs:
+            return None
+        program, *_ = programs
+        return Signature.of(program.inputs, program.outputs)
 
     def stats(self) -> tuple[CoreStats, ...]:
         """Return the counters of each core, in the order of the cores.
@@ -356,7 +374,8 @@ class NeuronHost(NeuronRuntime):
     def reset_stats(self) -> None:
         """Set the counters to zero. Models stay on their cores."""
         for core in self._cores():
-            core.inferences = core.loads = 0
+            core.inferences = 0
+            core.loads = 0
 
     def load(
         self, parts: Sequence[torch.jit.ScriptModule], start: int, count: int
