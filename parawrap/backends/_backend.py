@@ -14,7 +14,7 @@ from parawrap.backends.cores import share_of_cores, usable_cores
 from parawrap.errors import DeviceUnavailableError
 
 # More Python threads than this mostly wait for the interpreter lock. Each lane gets several cores
-# instead.
+# instead. The number is a guess that no test has contradicted
 _MOST_LANES = 8
 # torch.cpu has streams that do nothing, and torch.mps functions without a device
 _WITHOUT_FEATURES = ("cpu", "mps")
@@ -51,7 +51,10 @@ class Backend:
 
         0 if the kind is not usable here.
         """
-        return 0 if self._call("is_available") is False else int(self.module.device_count())
+        # A module without `is_available` gives None: its devices count
+        if self._call("is_available") is False:
+            return 0
+        return int(self.module.device_count())
 
     def device(self, index: int | None) -> torch.device:
         """Return the device with that index, or the current device if `index` is None.
@@ -61,7 +64,7 @@ class Backend:
         """
         count = self.count()
         if index is None and count:
-            index = int(self._call("current_device") or 0)
+            index = int(self._call("current_device") or 0)  # 0 if the module does not say
         if index is None or not 0 <= index < count:
             raise _not_there(self.type, index, count)
         return torch.device(self.type, index)

@@ -28,7 +28,8 @@ def resolve_devices(devices: Devices) -> tuple[torch.device, ...]:
             device.
         DeviceUnavailableError: If this process does not see a device.
     """
-    if devices is None or (isinstance(devices, str) and devices.lower() == "auto"):
+    is_auto = devices is None or (isinstance(devices, str) and devices.lower() == "auto")
+    if is_auto:
         backend = best_backend()
         return backend.first(1) if backend.type == "cpu" else backend.every_device()
     if isinstance(devices, int) and not isinstance(devices, bool):
@@ -38,9 +39,11 @@ def resolve_devices(devices: Devices) -> tuple[torch.device, ...]:
         return best_backend().first(devices)
     if isinstance(devices, str) and devices and ":" not in devices:
         backend = backend_of(devices)
-        return backend.every_device() or (backend.device(None),)  # raises DeviceUnavailableError
+        # Without devices of the kind, `device` raises the error that lists those of this machine
+        return backend.every_device() or (backend.device(None),)
     if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
-        return (resolve_device(cast("DeviceLike", devices)),)  # or refuses bytes and other values
+        # One device, or a value that `resolve_device` refuses, such as bytes
+        return (resolve_device(cast("DeviceLike", devices)),)
     if not devices:
         msg = (
             "devices is empty: name at least one device, or omit it to use every visible "
@@ -63,10 +66,10 @@ def names_cores(devices: object) -> bool:
 
     "neuron" and "neuron:0" mean the same, unless torch has devices of kind "neuron".
     """
-    entries = (
-        devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
-    )
-    # A NeuronCore is written as "nc:0"
+    entries: Sequence[object] = [devices]
+    if isinstance(devices, Sequence) and not isinstance(devices, str):
+        entries = devices
+    # By text: an entry may be a NeuronCore, and its text is "nc:0"
     kinds = {torch_kind(str(entry).partition(":")[0]) for entry in entries}
     return "nc" in kinds or ("neuron" in kinds and not neuron_is_device())
 

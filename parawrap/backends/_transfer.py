@@ -66,7 +66,7 @@ def _tensors(leaf: Any) -> Sequence[torch.Tensor]:
 
 
 def _record(tensor: torch.Tensor) -> None:
-    if tensor.device.type in ("cpu", "meta"):
+    if tensor.device.type in ("cpu", "meta"):  # no streams
         return
     parts = getattr(tensor, "__tensor_flatten__", None)
     if parts is not None:  # a wrapper subclass: the inner tensors own the memory
@@ -84,18 +84,21 @@ def _record(tensor: torch.Tensor) -> None:
 def _stage(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, bool]:
     """Return the source of a copy, and True if the copy to the device may be queued.
 
-    A large tensor is copied to pinned memory first.
-
-    It may if the source stays unchanged, or has been read when the call returns.
+    It may if the source stays unchanged, or has been read when the call returns. A large tensor on
+    the CPU is copied to pinned memory first.
     """
+    # The host reads a copy to the CPU at once. A stream orders reads and writes of its devices
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor, device.type != "cpu"
     backend = backend_of(device.type)
     has_graph = tensor.requires_grad and torch.is_grad_enabled()  # autograd does not record pinning
-    if tensor.layout is torch.strided and tensor.nbytes > _STAGED_FROM and not has_graph:
+    is_large = tensor.layout is torch.strided and tensor.nbytes > _STAGED_FROM
+    if is_large and not has_graph:
         is_channels_last = tensor.ndim == 4 and tensor.is_contiguous(
             memory_format=torch.channels_last
         )
-        if not (tensor.is_pinned() and (is_channels_last or tensor.is_contiguous())):
+        # A pinned view with gaps too: torch would make its dense copy in pageable memory
+        is_dense = is_channels_last or tensor.is_contiguous()
+        if not (is_dense and tensor.is_pinned()):
             tensor = backend.pin(tensor)
     return tensor, backend.takes_pageable_at_once or tensor.is_pinned()

@@ -22,6 +22,7 @@ _PARAWRAP, _TORCH, _FUTURES, _WRAPT = (
 
 def warn_caller(message: str) -> None:
     """Issue a UserWarning at the innermost frame outside parawrap, torch, and wrapt."""
+    # `skip_file_prefixes` of `warnings.warn` needs Python 3.12
     level = 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(
@@ -50,11 +51,10 @@ def drop_own_frames(error: BaseException) -> None:
 
     If there is none, keep the innermost frame.
     """
-    trace = error.__traceback__
-    shown = user_frames(trace)
-    while shown is None and trace is not None:
-        shown = None if trace.tb_next else trace
-        trace = trace.tb_next
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    shown = user_frames(error.__traceback__) or innermost
     error.with_traceback(shown)  # also if its `__setattr__` raises
 
 

@@ -13,11 +13,14 @@ def usable_cores() -> int:
 
     ``os.cpu_count()`` also counts cores that a container or ``taskset`` withholds from the process.
     """
-    affinity = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        cores = len(os.sched_getaffinity(0))
     quota = _cgroup_quota()
-    return max(1, affinity if quota is None else min(affinity, int(quota)))
+    if quota is not None:
+        # Rounded down: with a quota of 2.5 cores, the third thread is stopped half of the time
+        cores = min(cores, int(quota))
+    return max(1, cores)
 
 
 def share_of_cores(lanes: int) -> int:

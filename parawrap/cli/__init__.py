@@ -1,7 +1,7 @@
 """The command ``parawrap``: its parser, its exit codes, and ``timeline``.
 
-This package knows the words of the command line, and what it prints. It imports torch only where it
-is needed.
+This package reads the words of the command line, and prints the answers. It imports torch only
+where it is needed.
 
 file            | contents                                               | tests
 --------------- | ------------------------------------------------------ | -------------------------
@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     It is 0 for success, 1 for a failure, 2 for wrong usage, and 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    # argparse would take options of the function for its own, and drop the "--"
     end = words.index("--") if "--" in words else len(words)
     parser = _parser()
     given, strays = parser.parse_known_args(words[:end])
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     options: dict[str, Any] = {
         "formatter_class": argparse.RawDescriptionHelpFormatter,
+        # An abbreviation would change its meaning with the next option that begins like it
         "allow_abbrev": False,
     }
     description = "Run PyTorch code in parallel, check a machine, and look at timelines."
@@ -116,7 +118,8 @@ def _make_page(given: argparse.Namespace) -> int:
     except ValueError as error:
         raise argparse.ArgumentError(None, str(error)) from error
     page: Path = given.output or given.file.with_suffix(".html")
-    if refusal := refusal_of_path(page):
+    refusal = refusal_of_path(page)
+    if refusal is not None:
         raise argparse.ArgumentError(None, refusal)
     write_timeline(page, timeline)
     print(timeline)

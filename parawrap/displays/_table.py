@@ -7,6 +7,7 @@ from html import escape
 from typing import NamedTuple
 
 _LINES = "white-space:pre-line;padding:2px 0"
+# The gray of the lines between rows shows on white and on black
 _CELL = (
     "padding:2px 12px 2px 0;white-space:nowrap;border-bottom:1px solid "
     "rgba(128,128,128,.3);text-align"
@@ -43,27 +44,27 @@ class Table(NamedTuple):
 
     def html(self) -> str:
         """Return a fragment without styles or scripts of the page, for dark and light notebooks."""
-        head = "".join(self._cell("th", name, name, ' scope="col"') for name in self.header)
-        body = "".join(f"<tr>{self._row(row)}</tr>" for row in self.rows)
+        head = "".join(self._cell(name, name, "th", ' scope="col"') for name in self.header)
+        body = "".join(f"<tr>{self._row_html(row)}</tr>" for row in self.rows)
         caption = f'<caption style="text-align:left;{_LINES}">{escape(self.title)}</caption>'
         rows = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+        footer = f'<div style="{_LINES}">{escape(self.footer)}</div>' if self.footer else ""
         return (
             '<div style="overflow-x:auto">'
             '<table style="border-collapse:collapse;font-variant-numeric:tabular-nums">'
-            f"{caption}{rows}</table>{self._footer_html()}</div>"
+            f"{caption}{rows}</table>{footer}</div>"
         )
 
-    def _footer_html(self) -> str:
-        return f'<div style="{_LINES}">{escape(self.footer)}</div>' if self.footer else ""
+    def _row_html(self, row: Sequence[str]) -> str:
+        # Its first cell names the row for screen readers, but is not bold
+        (column, name), *others = zip(self.header, row, strict=True)
+        cells = [self._cell(column, name, "th", ' scope="row"', ";font-weight:normal")]
+        cells += [self._cell(column, text) for column, text in others]
+        return "".join(cells)
 
-    def _row(self, row: Sequence[str]) -> str:
-        first, *others = zip(self.header, row, strict=True)
-        return self._cell("th", *first, ' scope="row"') + "".join(
-            self._cell("td", *each) for each in others
-        )
-
-    def _cell(self, tag: str, column: str, text: str, scope: str = "") -> str:
-        weight = ";font-weight:normal" if "row" in scope else ""
+    def _cell(
+        self, column: str, text: str, tag: str = "td", scope: str = "", weight: str = ""
+    ) -> str:
         side = "left" if column in self.texts else "right"
         return f'<{tag}{scope} style="{_CELL}:{side}{weight}">{escape(text)}</{tag}>'
 

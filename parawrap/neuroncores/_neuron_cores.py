@@ -42,11 +42,8 @@ def resolve_cores(devices: Any, visible: int) -> tuple[NeuronCore, ...]:
             msg = f"no NeuronCore is allocated to this process. {_ADVICE}"
             raise DeviceUnavailableError(msg)
         return tuple(map(NeuronCore, range(visible)))
-    entries = (
-        [devices]
-        if isinstance(devices, (str, bytes)) or not isinstance(devices, Iterable)
-        else list(devices)
-    )
+    is_single = isinstance(devices, (str, bytes)) or not isinstance(devices, Iterable)
+    entries = [devices] if is_single else list(devices)
     if not entries:
         msg = (
             "the list of NeuronCores is empty: give at least one index or 'nc:#', or omit the list "
@@ -103,8 +100,10 @@ def _read_index(entry: Any) -> int:
         return entry
     if isinstance(entry, str):
         kind, _, index = entry.partition(":")
+        # `isdecimal` alone is true for the digits of other scripts too
         if kind.lower() in CORE_KINDS and index.isascii() and index.isdecimal():
             return int(index)
+    # The repr of a torch.device does not look like an entry of the list
     shown = str(entry) if isinstance(entry, torch.device) else repr(entry)
     msg = (
         f"{shown} is not a NeuronCore: give an index or 'nc:#', counted from zero within the "

@@ -52,7 +52,7 @@ class Signature(NamedTuple):
         """
         sizes = {shape[dim] for shape in self.inputs if -len(shape) <= dim < len(shape)}
         if len(sizes) > 1:
-            sizes.discard(1)
+            sizes.discard(1)  # an input of one row is the same for all rows of the others
         return sizes.pop() if len(sizes) == 1 else None
 
     def why_fixed(self) -> str | None:
@@ -148,6 +148,7 @@ class NeuronRuntime(ABC):
         parts = dict.fromkeys(_find_compiled(model))
         if not parts:
             raise not_traced(model)
+        # All of them, before the first one changes
         for part in parts:
             signature = self.signature(part)
             why = None if signature is None else signature.why_fixed()
@@ -217,10 +218,10 @@ def read_examples(
         if isinstance(example_inputs, (tuple, list)):
             return tuple(example_inputs), OrderedDict()
         return (example_inputs,), OrderedDict()
-    order = [parameter.name for parameter in inspect_parameters(function)]
-    names = sorted(
-        example_kwarg_inputs, key=lambda name: order.index(name) if name in order else len(order)
-    )
+    parameters = inspect_parameters(function)
+    order = {parameter.name: place for place, parameter in enumerate(parameters)}
+    # Names that only **kwargs takes come last, in the given order
+    names = sorted(example_kwarg_inputs, key=lambda name: order.get(name, len(order)))
     return (), OrderedDict((name, example_kwarg_inputs[name]) for name in names)
 
 
@@ -229,10 +230,10 @@ def inspect_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
     An empty list if Python cannot inspect its signature.
     """
+    # The call of a module takes any arguments; those of `forward` have names
+    called = function.forward if isinstance(function, torch.nn.Module) else function
     try:
-        signature = inspect.signature(
-            function.forward if isinstance(function, torch.nn.Module) else function
-        )
+        signature = inspect.signature(called)
     except (TypeError, ValueError):
         return []
     return list(signature.parameters.values())
@@ -240,9 +241,10 @@ def inspect_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def copy_for_trial(model: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of a module that shares its parameters: a trial call changes no state."""
-    return copy.deepcopy(
-        model, {id(weight): weight for weight in getattr(model, "parameters", list)()}
-    )
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    # deepcopy takes objects in this dict for copies that it has made
+    copied = {id(parameter): parameter for parameter in parameters}
+    return copy.deepcopy(model, copied)
 
 
 @contextmanager

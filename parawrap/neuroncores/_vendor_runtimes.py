@@ -46,6 +46,7 @@ class _VendorRuntime(NeuronRuntime):
 
     def __init__(self) -> None:
         self._vendor: Any = importlib.import_module(self.name)
+        # Weak: a model that the user drops must free its memory on the core
         self._signatures: WeakKeyDictionary[torch.nn.Module, Signature | None] = WeakKeyDictionary()
         # Traced with torch_neuron's option for dynamic batching
         self._dynamic: WeakSet[torch.nn.Module] = WeakSet()
@@ -71,15 +72,15 @@ class _VendorRuntime(NeuronRuntime):
 
         The vendor does not report them.
         """
-        signature = _observe(model, *read_examples(model, example_inputs, example_kwarg_inputs))
+        args, kwargs = read_examples(model, example_inputs, example_kwarg_inputs)
+        signature = _observe(model, args, kwargs)
         options = self._options(compiler, signature)
-        given = (example_inputs,) if example_kwarg_inputs is None else ()
-        named = (
-            {} if example_kwarg_inputs is None else {"example_kwarg_inputs": example_kwarg_inputs}
-        )
-        compiled: torch.jit.ScriptModule = self._find_documented("trace")(
-            model, *given, **named, **options
-        )
+        trace = self._find_documented("trace")
+        compiled: torch.jit.ScriptModule
+        if example_kwarg_inputs is None:
+            compiled = trace(model, example_inputs, **options)
+        else:  # a trace without this option raises TypeError, as it should
+            compiled = trace(model, example_kwarg_inputs=example_kwarg_inputs, **options)
         self._signatures[compiled] = signature
         if options.get("dynamic_batch_size"):
             self._dynamic.add(compiled)
@@ -101,6 +102,7 @@ class _VendorRuntime(NeuronRuntime):
             )
             raise DeviceUnavailableError(msg)
         context = self._find_documented("neuron_cores_context")
+        # Before the lock: only loading places a model
         files = [save_to_memory(part) for part in parts]
         with _placing, quiet_about_torchscript(), context(start_nc=start, nc_count=count):
             loaded: list[torch.nn.Module] = [torch.jit.load(file) for file in files]
