@@ -60,7 +60,7 @@ def difference(
         largest: The value that differences are in relation to; by default the largest value of the
             same tensor in `plain`.
     """
-    if [(each.shape, each.dtype) for each in ours] != [(each.shape, each.dtype) for each in plain]:
+    if [*map(_shape_and_dtype, ours)] != [*map(_shape_and_dtype, plain)]:
         return Difference(math.inf, math.inf, exceeds_rounding=True)
     greatest = Difference(0.0, 0.0)
     for our_tensor, plain_tensor in zip(ours, plain, strict=True):
@@ -71,6 +71,10 @@ def difference(
             greatest.exceeds_rounding or found.exceeds_rounding,
         )
     return greatest
+
+
+def _shape_and_dtype(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _compare_pair(
@@ -92,6 +96,7 @@ def _compare_pair(
     gaps = (our_values - plain_values).abs().nan_to_num(math.inf, math.inf)
     # Equal infinities have the gap NaN above, and are the same
     gap = float(gaps.clamp(min=least_gap).masked_fill(is_same, 0.0).max())
+    # Not the value at the same place: one near 0 would make rounding look large
     scale = largest_of([plain]) if largest is None else largest
     relative = gap / scale if scale else math.inf
     return Difference(gap, relative, relative > rounding)

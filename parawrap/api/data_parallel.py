@@ -18,13 +18,12 @@ from parawrap.api.scatter_gather import (
     parallel_apply,
     replicate,
     scatter_kwargs,
-    vector,
+    torch_rules,
 )
 from parawrap.backends import DeviceLike, best_backend, names_cores, resolve_devices
 from parawrap.engine.call import Entry
 from parawrap.engine.cut import Cutter
 from parawrap.engine.in_dims import Parameters
-from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lanes import here
 from parawrap.engine.session import Session
 from parawrap.errors import DeviceUnavailableError
@@ -279,7 +278,7 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
             self.module,
             self._lanes,
             cutters={None: cutter},
-            rules=JoinRules(self.dim, reduce=vector, as_torch=True),
+            rules=torch_rules(self.dim),
             output_device=device_named(self.output_device),
             shares_hooks=True,
         )

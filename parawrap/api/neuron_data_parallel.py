@@ -8,12 +8,11 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from parawrap.api.scatter_gather import vector
+from parawrap.api.scatter_gather import torch_rules
 from parawrap.backends import warn_caller
 from parawrap.engine.call import Entry
 from parawrap.engine.cut import Cutter
 from parawrap.engine.in_dims import Parameters
-from parawrap.engine.join_rules import JoinRules
 from parawrap.errors import ShardError
 from parawrap.neuroncores import (
     LANES_PER_CORE,
@@ -206,7 +205,7 @@ class DataParallel(torch.nn.Module):
             lists_are_shared=True,
             sizes=placement.cut,
         )
-        rules = JoinRules(self._dim, reduce=vector, as_torch=True)
+        rules = torch_rules(self._dim)
         return CoreSession(
             self.module, placement, self._num_workers, cutters={None: cutter}, rules=rules
         )

@@ -126,7 +126,7 @@ def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -
         return []
     made = Replicas(network, places, CopyOptions(detach=detach, shares_hooks=True))
     made.refresh()
-    made.share_buffers()
+    made.share_buffers()  # of the first replica: as in torch, its calls update the module
     return [replica.target for replica in made.state.lanes]
 
 
@@ -210,20 +210,25 @@ def gather_shards(
 
     `rows` is None if they are not known.
     """
-    outputs, device = list(outputs), device_named(target_device)
+    outputs = list(outputs)
+    device = device_named(target_device)
     if not outputs:
         msg = "gather got no outputs. Give one output per device"
         raise GatherError(msg)
-    rules = JoinRules(dim, reduce=vector, as_torch=True)
 
     def find_no_original(_part: object) -> None:
         """Return no argument of the call: one object in several outputs is then several parts."""
 
     finders = [find_no_original] * len(outputs)
-    return join(outputs, rows, rules, device, lambda: finders)
+    return join(outputs, rows, torch_rules(dim), device, lambda: finders)
 
 
-def vector(values: torch.Tensor) -> torch.Tensor:
+def torch_rules(dim: int) -> JoinRules:
+    """Return the rules by which torch.nn.DataParallel and torch_neuronx join outputs."""
+    return JoinRules(dim, reduce=_warn_of_vector, as_torch=True)
+
+
+def _warn_of_vector(values: torch.Tensor) -> torch.Tensor:
     """Return the vector of the shards' 0-d outputs, as torch and torch_neuronx do, and warn."""
     warn_caller(
         "the module returned 0-d tensors. Like torch.nn.DataParallel, parawrap joins them into a "
@@ -259,7 +264,7 @@ def as_calls(
 
 
 def device_named(device: Any) -> torch.device:
-    """Return the torch device for an index, a string, or a device; -1 is the CPU."""
+    """Return the torch device for an index, a string, or a device; -1 is the CPU, as in torch."""
     return _CPU if device == -1 else resolve_device(device)
 
 

@@ -116,6 +116,7 @@ def _refuse_row(reason: str) -> NoReturn:
 
 def _is_transposed(returns: Any) -> bool:
     """True if the outermost level holds the positions or keys of one output, not its parts."""
+    # Parts are in plain tuples and lists only
     if isinstance(returns, Mapping) or optree.is_namedtuple_instance(returns):
         return True
     if len(returns) == 0 or container_kind(returns[0]) is not tuple:
@@ -199,6 +200,7 @@ class _PartJoin:
             return None
         if isinstance(first, torch.Tensor):
             return _join_tensors(parts, self._dim, place)
+        # Not tuples, whose items are outputs of their own in any case
         if all(type(part) is list for part in parts):
             return self._join_lists(parts, place, beside or {})
         if is_container(first):
@@ -207,7 +209,7 @@ class _PartJoin:
             for key, column in collect_columns(parts, "part", refuse).items():
                 joined[key] = self.join(column, f"{place}[{key!r}]", firsts)
             return rebuild(first, joined)
-        return parts
+        return parts  # such as numbers: nothing shows how to join them
 
     def _join_lists(
         self, parts: tuple[list[Any], ...], place: str, beside: Mapping[Any, Any]
@@ -230,6 +232,7 @@ class _PartJoin:
             known = zip(counts, self._rows, strict=True)
             if not all(count in possible for count, possible in known):
                 return False
+        # Auxiliary outputs, as of DETR, repeat the keys and shapes next to their list
         if are_auxiliary(parts[0], beside):
             return True
         # Both readings are possible if a list has as many items as its part has rows
@@ -281,7 +284,7 @@ def _join_tensors(parts: tuple[torch.Tensor, ...], dim: int, place: str) -> torc
         )
         raise GatherError(msg)
     moved = [part.to(first.device) for part in parts]
-    if first.dim() == 0:
+    if first.dim() == 0:  # such as losses: one entry per part
         return torch.stack(moved)
     if not _has_dim(first, dim):
         msg = (
