@@ -148,7 +148,7 @@ def load(file: str | os.PathLike[str] | IO[bytes]) -> torch.jit.ScriptModule:
         ...     model(torch.ones(1, 3))
         tensor([[1., 1., 1.]])
     """
-    runtime()
+    runtime()  # its import registers the operators that the file refers to
     with quiet_about_torchscript():
         model: torch.jit.ScriptModule = torch.jit.load(file)
     return model

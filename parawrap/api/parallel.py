@@ -385,13 +385,16 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
 
     def _open_method(self, name: str | None = None) -> tuple[Session | WorkerSession, Entry, str]:
         """Return the session, the entry of a method, by default of the only one, and its name."""
-        session, of_target = self._open_session(), _name_of(self.target)
+        session = self._open_session()
+        of_target = _name_of(self.target)
         if self._in_place is None:
             return session, Entry(self.target), of_target
-        name = self._only_method() if name is None else name
-        if name == "forward":  # with the hooks of the module
+        if name is None:
+            name = self._only_method()
+        if name == "forward":  # the call of the module itself runs its hooks
             return session, Entry(self.target), f"{of_target}.forward"
-        return session, Entry(partial(_call_named, self.target, name), name), f"{of_target}.{name}"
+        call = partial(_call_named, self.target, name)
+        return session, Entry(call, name), f"{of_target}.{name}"
 
     def _only_method(self) -> str:
         name, *others = self._methods

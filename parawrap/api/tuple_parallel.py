@@ -335,12 +335,12 @@ def _tuples_of_parts(
     # The result of torch.max(x, 0) is a tuple of fields, not of parts
     holds_parts = is_container(value) and not optree.is_structseq_instance(value)
     if not holds_parts:
-        cure = "Give a tuple or list with one part per device"
+        kind = type(value).__qualname__
+        msg = f"{place} is a {kind}. Give a tuple or list with one part per device"
         if around:
-            cure += (
+            msg += (
                 f". If the {around} itself is one part, give a tuple with one {around} per device"
             )
-        msg = f"{place} is a {type(value).__qualname__}. {cure}"
         raise ShardError(msg)
     if any(isinstance(item, Parts) for item in value):
         msg = (

@@ -39,11 +39,13 @@ def backend_of(kind: str) -> Backend:
         DeviceUnavailableError: If neither parawrap nor torch knows the kind, or if it names
             NeuronCores that are not torch devices.
     """
+    # First as it is given: each call looks up torch's own names
     backend = _backends.get(kind) or _backends.get(torch_kind(kind))
     if backend is not None:
         return backend
     name = torch_kind(kind)
     if is_torch_device(name):
+        # In one step: threads that come at the same time share one backend
         return _backends.setdefault(name, Backend(name))
     msg = (
         f"{kind!r} is not a kind of device that parawrap or this release of torch knows. Known "
@@ -60,9 +62,10 @@ def backend_of(kind: str) -> Backend:
 
 def best_backend() -> Backend:
     """Return the backend of the accelerator that torch sees, or of the CPU if torch sees none."""
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
+    # `current_accelerator` alone also names one that torch is built for, but has no device of
+    if not torch.accelerator.is_available():
+        return backend_of("cpu")
+    accelerator = torch.accelerator.current_accelerator()
     return backend_of("cpu" if accelerator is None else accelerator.type)
 
 

@@ -123,8 +123,13 @@ def _read_spans(listed: str) -> list[int]:
     cores: list[int] = []
     for part in listed.split(","):
         span = _SPAN.fullmatch(part.strip())
-        found = range(int(span[1]), int(span[2] or span[1]) + 1) if span else ()
-        if not found or not set(found).isdisjoint(cores):
+        found = range(0)
+        if span:
+            first = int(span[1])
+            last = int(span[2]) if span[2] else first
+            found = range(first, last + 1)
+        has_repeated = not set(found).isdisjoint(cores)
+        if not found or has_repeated:  # "4-2" gives no cores
             msg = (
                 f"NEURON_RT_VISIBLE_CORES={listed!r}: {part.strip()!r} is neither a core nor a "
                 "range of further cores. List cores and ranges, each core once, as in '0-6', '3' "

@@ -125,7 +125,9 @@ def _find_function(target: str) -> Any:
     try:
         function: Any = importlib.import_module(place)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+        # It names `place` or a package around it. Other modules are missing inside `place`
+        is_place = error.name is not None and f"{place}.".startswith(f"{error.name}.")
+        if not is_place:
             raise
         msg = f"module {place!r} was not found in {Path.cwd()} or on sys.path"
         raise argparse.ArgumentError(None, msg) from error
@@ -147,8 +149,10 @@ def _read_arguments(
     Raises:
         ArgumentError: If the words do not match the parameters.
     """
+    if not words:
+        return (), {}
     with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
-        if not words or not inspect.signature(function).parameters:
+        if not inspect.signature(function).parameters:
             return (), {}
     try:
         from cyclopts import App, Parameter
@@ -208,10 +212,11 @@ def _decorate(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
     if isinstance(old, Platform) and rank_count_field(Device(old.device)) != count_field:
         # The counts of the decorator mean other things now: n_cpus is the ranks on CPUs, but the
         # threads of each rank on accelerators
-        changes = {"n_gpus": Platform.n_gpus, "n_cpus": Platform.n_cpus} | changes
+        changes.setdefault("n_gpus", Platform.n_gpus)
+        changes.setdefault("n_cpus", Platform.n_cpus)
     if isinstance(old, Platform) and given.device is not None:
         # The numbers name devices of the kind that the decorator has, and of this machine
-        changes = {"device_ids": None} | changes
+        changes.setdefault("device_ids", None)
     if given.n is not None:
         if count_field in fields_set:
             msg = (
