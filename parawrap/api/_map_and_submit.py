@@ -226,7 +226,7 @@ def _length_of(batches: Iterable[Any]) -> int | None:
 def _draw_bar(outputs: Iterator[Any], total: int | None, desc: str | None) -> Iterator[Any]:
     """Return the outputs, with a tqdm bar for the terminal or for a notebook."""
     try:
-        from tqdm.auto import tqdm
+        from tqdm.auto import tqdm  # an optional package, and slow to import
     except ImportError as error:
         msg = (
             "progress=True needs tqdm, which is not installed. Run pip install "

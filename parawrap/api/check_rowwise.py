@@ -119,6 +119,7 @@ def _run_call(
 
     Return the values in the output, the gradients, and the buffers by name, and numbers as tensors.
     """
+    # Copies, because a model may write its inputs: each call gets the same ones
     leaves, spec = flatten(batch)
     copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     tensors = [leaf for leaf in copies if isinstance(leaf, torch.Tensor)]

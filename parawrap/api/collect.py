@@ -46,6 +46,7 @@ def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
     if isinstance(layers, str):
         msg = f"layers={layers!r} is one name. Give a sequence of names: [{layers!r}]"
         raise ShardError(msg)
+    # A layer that is used under two names has both
     known = dict(model.named_modules(remove_duplicate=False))
     for name in layers:
         if name not in known:

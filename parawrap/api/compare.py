@@ -437,7 +437,7 @@ class _Compared:
 
     def _call(self, name: str) -> Any:
         for leaf in self._leaves:
-            leaf.grad = None
+            leaf.grad = None  # as an optimizer does, in each timed step too
         # A block changes a module in place. Other callables are called through the block
         is_in_place = self._module is self._model
         target: Any = self._model

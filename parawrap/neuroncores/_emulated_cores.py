@@ -71,6 +71,7 @@ class _EmulatedProgram(torch.nn.Module):
             return [output[:0].clone() for output in self.outputs]
         parts: List[List[Tensor]] = []
         for start in range(0, rows, batch):
+            # Places after the last row hold the first rows again
             chunk = torch.arange(start, start + batch) % rows
             parts.append(self.infer([tensor.index_select(0, chunk) for tensor in tensors]))
         return [torch.cat([part[i] for part in parts])[:rows] for i in range(len(self.outputs))]
@@ -84,10 +85,12 @@ class _EmulatedProgram(torch.nn.Module):
 
     def check(self, tensors: List[Tensor]) -> None:
         for i, (tensor, spec) in enumerate(zip(tensors, self.inputs)):
-            fits = tensor.size() == spec.size()
+            has_shape = tensor.size() == spec.size()
             if self.dynamic and tensor.dim() == spec.dim():
-                fits = tensor.size()[1:] == spec.size()[1:] and tensor.size(0) == tensors[0].size(0)
-            if not fits or tensor.dtype != spec.dtype or not tensor.is_cpu:
+                has_rows_of_first = tensor.size(0) == tensors[0].size(0)
+                has_shape = has_rows_of_first and tensor.size()[1:] == spec.size()[1:]
+            fits = has_shape and tensor.dtype == spec.dtype and tensor.is_cpu
+            if not fits:
                 msg = (
                     f"ShapeError: input {i} is {tensor.size()}, but the model is compiled for "
                     f"{spec.size()}, as a CPU tensor of {self.dtypes[i]}. Convert it, or trace "
@@ -107,12 +110,14 @@ class _Flat(torch.nn.Module):
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
         args, kwargs = unflatten(self._takes, tensors)
-        # Clones are part of the graph: each inference starts from the buffers of now
+        # Clones are part of the graph: each inference starts from the buffers of now. A list, as
+        # `setattr` changes what `named_buffers` iterates
         for module in self.modules():
             for name, buffer in [*module.named_buffers(recurse=False)]:
                 setattr(module, name, buffer.clone())
         self.outputs, self.gives = flatten(self.model(*args, **kwargs))
         _refuse_others(self.outputs, "the model returns")
+        # Clones: an output may be an input or a parameter, which the caller must not get
         return [output.clone() for output in self.outputs]
 
 
