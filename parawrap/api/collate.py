@@ -163,8 +163,9 @@ def _cut_rows(value: Any, sizes: tuple[int, ...]) -> Parts:
 
 def _is_strings(value: Any) -> bool:
     """True for a sequence of strings, one per sample. The first item decides."""
-    is_filled = isinstance(value, (list, tuple)) and len(value) > 0
-    return is_filled and isinstance(value[0], (str, bytes))
+    if not isinstance(value, (list, tuple)) or len(value) == 0:
+        return False
+    return isinstance(value[0], (str, bytes))
 
 
 class _TupleCollate(Decorated):

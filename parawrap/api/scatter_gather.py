@@ -223,11 +223,6 @@ def gather_shards(
     return join(outputs, rows, torch_rules(dim), device, lambda: finders)
 
 
-def torch_rules(dim: int) -> JoinRules:
-    """Return the rules by which torch.nn.DataParallel and torch_neuronx join outputs."""
-    return JoinRules(dim, reduce=_warn_of_vector, as_torch=True)
-
-
 def _warn_of_vector(values: torch.Tensor) -> torch.Tensor:
     """Return the vector of the shards' 0-d outputs, as torch and torch_neuronx do, and warn."""
     warn_caller(
@@ -235,6 +230,10 @@ def _warn_of_vector(values: torch.Tensor) -> torch.Tensor:
         'vector with one value per shard. For their mean, use parallel(module, reduce="mean")'
     )
     return values
+
+
+torch_rules = partial(JoinRules, reduce=_warn_of_vector, as_torch=True)
+"""The rules for a dim by which torch.nn.DataParallel and torch_neuronx join outputs."""
 
 
 def as_calls(

@@ -173,10 +173,12 @@ def _compile_program(flat: _Flat, inputs: Sequence[Tensor]) -> torch.jit.ScriptM
 
 
 def _trace_module(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.jit.ScriptModule:
+    """Return the graph of one call of a module."""
     # The check of a trace runs the model again, and refuses random numbers. A strict trace refuses
     # lists and dicts
-    traced: torch.jit.ScriptModule = torch.jit.trace(module, args, check_trace=False, strict=False)
-    return traced
+    traced: Any = torch.jit.trace(module, args, check_trace=False, strict=False)
+    script: torch.jit.ScriptModule = traced
+    return script
 
 
 def find_programs(model: torch.nn.Module) -> list[Any]:
