@@ -158,6 +158,7 @@ def _cut_rows(value: Any, sizes: tuple[int, ...]) -> Parts:
             cut.append(leaf.split_with_sizes(sizes))
         else:
             cut.append(_slice(leaf, sizes))
+    # By index: a value without leaves, such as {}, has its parts too
     return Parts(unflatten(spec, [pieces[i] for pieces in cut]) for i in range(len(sizes)))
 
 

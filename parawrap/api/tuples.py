@@ -236,9 +236,10 @@ class _PartJoin:
         if are_auxiliary(parts[0], beside):
             return True
         # Both readings are possible if a list has as many items as its part has rows
-        is_ambiguous = self._rows is None or all(
-            len(part) in possible for part, possible in zip(parts, self._rows, strict=True)
-        )
+        is_ambiguous = True
+        if self._rows is not None:
+            lengths = zip(map(len, parts), self._rows, strict=True)
+            is_ambiguous = all(length in possible for length, possible in lengths)
         if is_ambiguous:
             msg = (
                 f"cannot join {place}: its parts are lists of {len(parts[0])} items, whose "

@@ -14,10 +14,16 @@ from types import TracebackType
 import torch
 import wrapt
 
-_PARAWRAP, _TORCH, _FUTURES, _WRAPT = (
-    f"{Path(file).parent}{os.sep}"
-    for file in (Path(__file__).parent, torch.__file__, concurrent.futures.__file__, wrapt.__file__)
-)
+
+def _folder_of(file: str | Path) -> str:
+    # The separator: "/site-packages/torch" is also the beginning of "/site-packages/torchvision"
+    return f"{Path(file).parent}{os.sep}"
+
+
+_PARAWRAP = _folder_of(Path(__file__).parent)
+_TORCH = _folder_of(torch.__file__)
+_FUTURES = _folder_of(concurrent.futures.__file__)
+_WRAPT = _folder_of(wrapt.__file__)
 
 
 def warn_caller(message: str) -> None:

@@ -184,17 +184,19 @@ class CoreSession(Session):
     ) -> None:
         cores = placement.cores
         lanes = lanes or LANES_PER_CORE * len(cores)
+        # In turn: as many lanes for each core, or one more for the first ones
+        labels = [str(cores[lane % len(cores)]) for lane in range(lanes)]
         super().__init__(
             target,
             [_CPU] * lanes,
             cutters=cutters,
             rules=rules,
             output_device=output_device,
-            labels=[str(cores[lane % len(cores)]) for lane in range(lanes)],
+            labels=labels,
             copies_of_parts=partial(placement.copies_in_lanes, lanes),
         )
         self.placement = placement
-        self.refresh()
+        self.refresh()  # now, so that a model that does not fit is refused before the first call
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call: cut it, run its parts in the lanes, and join their outputs.

@@ -183,12 +183,9 @@ def _trace_module(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.jit.S
 
 def find_programs(model: torch.nn.Module) -> list[Any]:
     """Return the programs for emulated cores in a model."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, torch.jit.ScriptModule)
-        and module.original_name == _EmulatedProgram.__name__
-    ]
+    scripts = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+    # TorchScript keeps no class, only its name
+    return [script for script in scripts if script.original_name == _EmulatedProgram.__name__]
 
 
 def _refuse_others(leaves: Sequence[Any], who: str) -> None:
@@ -374,9 +371,8 @@ class NeuronHost(NeuronRuntime):
         Each has `inferences` and `loads` since the last reset, and `models`, the number of compiled
         models on the core now.
         """
-        return tuple(
-            CoreStats(core.inferences, core.loads, len(core.models)) for core in self._cores()
-        )
+        cores = self._cores()
+        return tuple(CoreStats(core.inferences, core.loads, len(core.models)) for core in cores)
 
     def reset_stats(self) -> None:
         """Set the counters to zero. Models stay on their cores."""
@@ -411,5 +407,6 @@ class NeuronHost(NeuronRuntime):
             # The environment may allocate more cores, or fewer, than at the last call. A core that
             # was made keeps its models
             count = self.core_count()
-            self._made += [_Core(self._latency_s) for _ in range(len(self._made), count)]
+            while len(self._made) < count:
+                self._made.append(_Core(self._latency_s))
             return self._made[:count]

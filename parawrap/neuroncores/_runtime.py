@@ -34,11 +34,7 @@ class Signature(NamedTuple):
 
         Values other than tensors are left out.
         """
-        shapes = [
-            tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
-            for leaves in (inputs, outputs)
-        ]
-        return cls(*shapes)
+        return cls(_shapes_of(inputs), _shapes_of(outputs))
 
     @property
     def most_dims(self) -> int:
@@ -73,6 +69,11 @@ class Signature(NamedTuple):
                     rows = f"{rows_of_first} rows on dim 0, and {kind} {number} for {shape[0]}"
                     return f"input 0 is compiled for {rows}"
         return None
+
+
+def _shapes_of(leaves: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return tuple(tuple(tensor.shape) for tensor in tensors)
 
 
 class NeuronRuntime(ABC):
