@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from parawrap._public import public
 from parawrap.backends import user_frames
+from parawrap.displays import spell_count
 from parawrap.errors import LaunchError, add_note
 from parawrap.launch import (
     Job,
@@ -93,9 +94,9 @@ class Sweep(Iterator[RankResults[R] | Exception], Generic[R]):
         >>> train = wrapper(Platform(device="cpu", n_cpus=1))(print)
         >>> print(train.map([0.1, 0.2]).dry_run())
         2 launches of print, one after another
-        print on launcher 'local': 1 processes on this machine, forked from one with torch loaded
+        print on launcher 'local': 1 process on this machine, forked from one with torch loaded
         meeting at file (in a new private folder); one process group
-        ... bytes of function and arguments for each of 1 ranks
+        ... bytes of function and arguments for the rank
         rank 0: node 0, local rank 0, cpu
         """
         if not self._jobs:
@@ -110,7 +111,7 @@ class Sweep(Iterator[RankResults[R] | Exception], Generic[R]):
             how = "all at the same time"
         else:
             how = f"at most {self._max_parallel} at the same time"
-        lines = [f"{len(self._jobs)} launches of {first.name}, {how}"]
+        lines = [f"{spell_count(len(self._jobs), 'launch', 'launches')} of {first.name}, {how}"]
         lines += [f"launch {number}: {_describe(share)}" for number, share in enumerate(shares)]
         if shares:
             if len(self._jobs) > len(shares):

@@ -15,6 +15,7 @@ from parawrap._private_names import goes_by_name, imports_main
 from parawrap._public import public
 from parawrap.api._decorated import Decorated, is_global, look_up
 from parawrap.api.sweep import Sweep, run
+from parawrap.displays import spell_count
 from parawrap.errors import LaunchError, PlatformError, add_note
 from parawrap.launch import (
     DECORATED,
@@ -139,7 +140,8 @@ class Launchable(Decorated, Generic[P, R]):
 
     def __repr__(self) -> str:
         name = getattr(self.__wrapped__, "__qualname__", repr(self.__wrapped__))
-        return f"<{name} on {self.platform.world_size} ranks of {self.platform.device}>"
+        ranks = spell_count(self.platform.world_size, "rank")
+        return f"<{name} on {ranks} of {self.platform.device}>"
 
     def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
         """Return one call.

@@ -10,7 +10,7 @@ _timeline.py  | spans on tracks: idle times, the two file formats,  | displays/t
 timeline.html | the page of a timeline: zoom, hover, keys           | displays/test_timeline_page.py
 """
 
-from parawrap.displays._table import Table, safe_repr, shorten
+from parawrap.displays._table import Table, safe_repr, shorten, spell_count
 from parawrap.displays._timeline import (
     Span,
     Timeline,
@@ -27,5 +27,6 @@ __all__ = [
     "refusal_of_path",
     "safe_repr",
     "shorten",
+    "spell_count",
     "write_timeline",
 ]

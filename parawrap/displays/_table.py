@@ -74,6 +74,15 @@ def shorten(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - len(_DOTS)] + _DOTS
 
 
+def spell_count(count: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun. `plural` is for nouns that take more than an "s".
+
+    >>> spell_count(1, "rank"), spell_count(2, "rank"), spell_count(2, "process", "processes")
+    ('1 rank', '2 ranks', '2 processes')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
+
+
 def safe_repr(value: object) -> str:
     """Return the repr of a value, or a text that says that it raises."""
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from parawrap._public import public
-from parawrap.displays import Table, safe_repr, shorten
+from parawrap.displays import Table, safe_repr, shorten, spell_count
 
 _LONGEST = 100  # characters of a value
 _MOST_SHOWN = 8  # ranks
@@ -37,5 +37,5 @@ class RankResults(tuple[R, ...]):
             (f"{rank}", type(value).__name__, shorten(safe_repr(value), _LONGEST))
             for rank, value in enumerate(self)
         ]
-        title = f"results of {len(self)} rank{'s' * (len(self) != 1)}"
+        title = f"results of {spell_count(len(self), 'rank')}"
         return Table(title, ("rank", "type", "value"), rows, texts=("type", "value")).html()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 from parawrap._public import public
-from parawrap.displays import Table, shorten
+from parawrap.displays import Table, shorten, spell_count
 from parawrap.errors import LaunchCancelledError, add_note
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch.run import How, Run, cancel_runs, report_places
@@ -158,7 +158,8 @@ class Launch(Generic[R]):
 
     def __repr__(self) -> str:
         job = self._run.job
-        return f"<launch of {job.name} on {job.platform.world_size} ranks: {self.state}>"
+        ranks = spell_count(job.platform.world_size, "rank")
+        return f"<launch of {job.name} on {ranks}: {self.state}>"
 
     def _repr_html_(self) -> str:
         """Return the state now: one row per rank with its state and its last line of output."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from parawrap.displays import spell_count
 from parawrap.launch._devices import Device, selects_cores, variables_for
 from parawrap.launch._job import Job
 from parawrap.launch._launcher import launcher_name
@@ -23,7 +24,8 @@ def preview(job: Job) -> str:
 
         world = require_world()
         platform = fit_job(job, world).platform
-        command = f"in the {world.world_size} processes that {world.name} started"
+        processes = spell_count(world.world_size, "process", "processes")
+        command = f"in the {processes} that {world.name} started"
         meeting = f"tcp {world.master_addr}:{world.master_port}"
     elif name == "ray":
         strategy = "each on another machine" if platform.n_nodes > 1 else "on one machine"
@@ -43,9 +45,8 @@ def preview(job: Job) -> str:
             else f"tcp {platform.master_addr or '(the first node)'}:{port}"
         )
     else:
-        command = (
-            f"{platform.world_size} processes on this machine, forked from one with torch loaded"
-        )
+        processes = spell_count(platform.world_size, "process", "processes")
+        command = f"{processes} on this machine, forked from one with torch loaded"
         address = f"tcp {platform.master_addr or LOOPBACK}:{port}"
         meeting = address if uses_port(platform) else "file (in a new private folder)"
     groups = ", ".join(str(list(group)) for group in platform.ipc_groups or ())
@@ -54,13 +55,14 @@ def preview(job: Job) -> str:
         node, local_rank = divmod(rank, platform.ranks_per_node)
         device = describe_device(platform, local_rank)
         ranks.append(f"rank {rank}: node {node}, local rank {local_rank}, {device}")
+    receivers = "the rank" if len(ranks) == 1 else f"each of {len(ranks)} ranks"
     lines = [
         f"{job.name} on launcher {name!r}: {command}",
         f"meeting at {meeting}; {f'process groups {groups}' if groups else 'one process group'}"
         if platform.requires_ipc
         else "no process group",
         # Packed as for a launch, so that a value which cannot be sent is found here already
-        f"{job.pack().block.size:,} bytes of function and arguments for each of {len(ranks)} ranks",
+        f"{job.pack().block.size:,} bytes of function and arguments for {receivers}",
         *ranks,
         script,
     ]

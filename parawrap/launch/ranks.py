@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 from parawrap._public import public
-from parawrap.displays import Table
+from parawrap.displays import Table, spell_count
 from parawrap.errors import LaunchError, PlatformError, add_note
 from parawrap.launch._job import DECORATED, Job, check_function
 from parawrap.launch._launcher import launcher_name, machines_for
@@ -180,7 +180,7 @@ class Ranks:
         return "running" if self._run.is_busy else "idle"
 
     def __repr__(self) -> str:
-        return f"<{len(self)} ranks of {self.platform.device}: {self.state}>"
+        return f"<{spell_count(len(self), 'rank')} of {self.platform.device}: {self.state}>"
 
     def _repr_html_(self) -> str:
         """Return the state now: one row per rank with its device and its state."""

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parawrap.displays import spell_count
 from parawrap.errors import LaunchError, PlatformError, add_note
 from parawrap.launch._devices import Device
 from parawrap.launch._job import Job
@@ -89,9 +90,9 @@ def require_world() -> World:
         raise LaunchError(msg)
     if world.master_addr is None or world.master_port is None:
         msg = (
-            f"{world.name} started {world.world_size} ranks, maybe on several machines, and did "
-            "not say where they meet: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a "
-            "free port there, the same in all ranks"
+            f"{world.name} started {spell_count(world.world_size, 'rank')}, maybe on several "
+            "machines, and did not say where they meet: set MASTER_ADDR to the host of rank 0 and "
+            "MASTER_PORT to a free port there, the same in all ranks"
         )
         raise LaunchError(msg)
     return world
@@ -106,10 +107,10 @@ def fit_job(job: Job, world: World) -> Job:
     platform = job.platform
     if not platform.leaves_counts_open and platform.world_size != world.world_size:
         msg = (
-            f"the platform specifies {platform.world_size} ranks, but {world.name} started "
-            f"{world.world_size}, as {world.variable} in the environment says: start "
-            f"{platform.world_size}, leave n_nodes, n_cpus, and n_gpus out of the platform, or set "
-            "launcher='local' to start the ranks on this machine"
+            f"the platform specifies {spell_count(platform.world_size, 'rank')}, but "
+            f"{world.name} started {world.world_size}, as {world.variable} in the environment "
+            f"says: start {platform.world_size}, leave n_nodes, n_cpus, and n_gpus out of the "
+            "platform, or set launcher='local' to start the ranks on this machine"
         )
         raise PlatformError(msg)
     for name, nothing in _NOT_OURS.items():

@@ -32,6 +32,21 @@ def test_dry_run_shows_the_launch():
         launchable.dry_run(threading.Lock())
 
 
+def test_one_rank_is_singular():
+    """So are the reprs of its handles."""
+    launchable = wrapper(ranks(1))(len)
+    text = launchable.dry_run("")
+    assert "on launcher 'local': 1 process on this machine" in text
+    assert "bytes of function and arguments for the rank\n" in text
+    assert launchable.map([""]).dry_run().startswith("1 launch of len, one after another\n")
+    assert repr(launchable) == "<len on 1 rank of cpu>"
+    launch = launchable.submit("")
+    assert launch.results() == (0,)
+    assert repr(launch) == "<launch of len on 1 rank: finished>"
+    with ranks(1).open() as opened:
+        assert repr(opened) == "<1 rank of cpu: idle>"
+
+
 def test_ddp_model_is_no_result():
     with pytest.raises(
         UnsendableError, match=r"the result cannot be sent.*send functional\.unwrap"
