@@ -55,7 +55,8 @@ class Platform(PlatformFields):
         slurm_additional_parameters: More options of the batch job: submitit's parameters
             (``{"account": "lab"}``), or ``sbatch`` options by their long names.
         console_logs: A folder for log files. Each launch makes a subfolder with one file per rank:
-            ``rank-0.log``, and so on.
+            ``rank-0.log``, and so on. Its name has the function, the number of the launch among
+            those of ``map``, and the time.
         verbose: True to show the ranks' output, with the rank in front of each line.
         print_ranks: The ranks to show, such as ``(0,)``. None shows all. `Launch.logs` keeps the
             output of every rank.

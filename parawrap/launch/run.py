@@ -78,13 +78,14 @@ class RunOutput:
         Args:
             platform: The platform.
             name: The name of the function.
-            number: The number of the launch among those of `map`. It stands in front of the output.
+            number: The number of the launch among those of `map`. It stands in front of the output,
+                and in the name of the folder.
             is_kept: True to keep the output only: another run shows it, and writes it to files.
 
         Raises:
             LaunchError: If the folder of the files cannot be made.
         """
-        folder = None if is_kept else _new_log_folder(platform, name)
+        folder = None if is_kept else _new_log_folder(platform, name, number)
         printer = None if is_kept else Printer()
         has_prefix = platform.world_size > 1 or number is not None
         launch = "" if number is None else f"{number}/"
@@ -260,10 +261,10 @@ class FinishedRun(Run):
         self.end(how)
 
 
-def _new_log_folder(platform: PlatformFields, name: str) -> Path | None:
-    """Make the folder of one run under ``console_logs``, named after its function and the time.
+def _new_log_folder(platform: PlatformFields, name: str, number: int | None) -> Path | None:
+    """Make the folder of one run under ``console_logs``. Return None if that is not set.
 
-    Return None if ``console_logs`` is not set.
+    Its name has the function, the number of the launch among those of `map`, and the time.
 
     Raises:
         LaunchError: If the folder cannot be made.
@@ -271,10 +272,12 @@ def _new_log_folder(platform: PlatformFields, name: str) -> Path | None:
     if platform.console_logs is None:
         return None
     readable = "".join(each if each.isalnum() else "-" for each in name).strip("-")
+    launch = "" if number is None else f"{number}-"
     folder = Path(platform.console_logs).expanduser().absolute()
-    prefix = f"{readable}-{datetime.now():%Y%m%d-%H%M%S-%f}-"
+    prefix = f"{readable}-{launch}{datetime.now():%Y%m%d-%H%M%S-%f}-"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Two launches may begin in the same microsecond: the random end keeps their files apart
         return Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
     except OSError as error:
         msg = (

@@ -152,6 +152,13 @@ def test_each_launch_has_its_log_folder(tmp_path, monkeypatch):
     assert len(list((tmp_path / "a/b").iterdir())) == 2
 
 
+def test_log_folders_of_map_have_numbers(tmp_path):
+    for _ in wrapper(ranks(1, console_logs=tmp_path))(len).map(["", "", ""]):
+        pass
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert [name.split("-")[:2] for name in names] == [["len", "0"], ["len", "1"], ["len", "2"]]
+
+
 # -- launches
 
 
