@@ -7,10 +7,12 @@ file             | contents                                    | tests
 ---------------- | ------------------------------------------- | -----------------------------------
 batch_job.py     | the batch script, its resources, and its    | launch/slurm/test_batch_job.py
                  | submission with submitit                    |
-batch_run.py     | follow a submitted job: output, deaths,     | launch/slurm/test_batch_run.py
-                 | states, restarts, cancels                   |
+batch_run.py     | follow a submitted job: output, states,     | launch/slurm/test_batch_run.py
+                 | restarts, cancels, errors                   |
 commands.py      | scontrol, scancel, and other commands;      | launch/slurm/test_batch_job.py
                  | states of a job                             |
+job_start.py     | one start of a job: outcomes and deaths of  | launch/slurm/test_batch_run.py
+                 | its ranks, lost nodes                       |
 launch_folder.py | the private folder through which the        | launch/slurm/test_launch_folder.py
                  | submitter and the tasks communicate         |
 task.py          | a task of the job, which is a rank:         | launch/slurm/test_slurm_launcher.py

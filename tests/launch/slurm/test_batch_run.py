@@ -17,7 +17,8 @@ from parawrap import (
     wrapper,
 )
 from parawrap.launch import Job
-from parawrap.launch.slurm import batch_run
+from parawrap.launch.slurm import batch_run, job_start
+from parawrap.launch.slurm.job_start import JobStart
 from parawrap.launch.slurm.launch_folder import Folder
 from parawrap.processes.outcomes import Died
 from tests.helpers.waiting import PATIENCE_S
@@ -175,7 +176,9 @@ def test_stacks_of_ranks_that_do_not_answer(monkeypatch):
     (folder,) = Folder.new("job", 1)
     run = batch_run.BatchRun(Job(Platform(device="slurm", n_nodes=3), len, ("",)), folder)
     assert run.stacks() == {}
-    run._start, run._outcomes, run._has_begun = 0, {2: Died(0.0, 0, 7)}, True
+    run._start = JobStart(0, run.job.platform, folder, run.number)
+    run._start.outcomes[2] = Died(0.0, 0, 7)
+    run._has_begun = True
     folder.write_answer(0, 1, "of the first request")
     stacks = run.stacks()
     assert (stacks.keys(), stacks[0]) == ({0, 1}, "of the first request")
@@ -196,7 +199,7 @@ def test_stacks_of_ranks_that_do_not_answer(monkeypatch):
     ],
 )
 def test_words_of_srun_name_a_death(words, died):
-    assert batch_run._death(words) == died
+    assert job_start._death(words) == died
 
 
 def test_only_the_first_ends_are_deaths():
@@ -209,6 +212,6 @@ def test_only_the_first_ends_are_deaths():
         "launch/slurm: _step_signal: Terminating StepId=7.0\nsrun: error: node1: task 1: "
         "Terminated\n"
     )
-    first = log.partition(batch_run._ENDS_ALL)[0]
-    ((ranks, how),) = batch_run._DEATH.findall(first)
-    assert ([*batch_run._numbers_in(ranks)], how) == ([2, 3, 5], "Killed")
+    first = log.partition(job_start._ENDS_ALL)[0]
+    ((ranks, how),) = job_start._DEATH.findall(first)
+    assert ([*job_start._numbers_in(ranks)], how) == ([2, 3, 5], "Killed")
