@@ -34,6 +34,8 @@ local_workers.py  | workers on this machine: start, supervise,     | workers/tes
 model.py          | `build`; the model as workers get it, and when | workers/test_sent_model.py
                   | it is sent again                               | workers/test_build.py
 ray_workers.py    | workers on a Ray cluster                       | workers/test_ray_workers.py
+submitted_call.py | a whole call of `submit`, and its future       | workers/test_worker_pool.py
+                  |                                                | workers/test_local_worker.py
 worker.py         | in the worker: its model, modes, and answers   | workers/test_worker_pool.py
                   | to messages                                    | workers/test_sent_model.py
 worker_lanes.py   | lanes of workers: queue, send, receive,        | workers/test_worker_lane.py

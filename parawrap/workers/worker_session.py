@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from time import monotonic, perf_counter_ns
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -40,7 +40,6 @@ from parawrap.engine.survey import Survey
 from parawrap.engine.trace import Recorder, Trace, record_call
 from parawrap.errors import ReplicaError, SessionError, ShardError
 from parawrap.launch import Platform
-from parawrap.processes.events import NEVER
 from parawrap.processes.held_signals import HeldSignals
 from parawrap.processes.packing import Packer
 from parawrap.processes.pickling import pack
@@ -49,91 +48,14 @@ from parawrap.workers.chunk_size import MOST_BYTES, TARGET_NS, ChunkSize
 from parawrap.workers.local_workers import LocalWorkers
 from parawrap.workers.model import Build, SentModel, refuse_generators
 from parawrap.workers.ray_workers import RayWorkers
+from parawrap.workers.submitted_call import SubmittedCall
 from parawrap.workers.worker import GRADIENTS, Form, pack_modes
 from parawrap.workers.worker_lanes import Request, WorkerCall, WorkerLanes
 
 _CPU = torch.device("cpu")
-_LOOK_NS = 200_000  # between two looks for answers while the caller works
-
-
-class _WorkerFuture(Future[Any]):
-    """A future whose reader receives the answer itself: no other thread has to wake it."""
-
-    def __init__(self, lanes: WorkerLanes) -> None:
-        super().__init__()
-        self._lanes = lanes
-        self.has_callbacks = False
-        self.is_ended = False  # `done` takes a lock, which Ctrl-C in this thread could keep
-
-    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        # Before the callback is added: the thread that ends the call then leaves the future to the
-        # receiving thread
-        self.has_callbacks = True
-        super().add_done_callback(fn)
-        if not self.done() and self._lanes.are_here:
-            self._lanes.receive_for_futures(at_once=True)
-
-    def result(self, timeout: float | None = None) -> Any:
-        return super().result(self._receive(timeout))
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        return super().exception(self._receive(timeout))
-
-    def _receive(self, timeout: float | None) -> float | None:
-        """Receive until the answer is there, or the time is over. Return the seconds left."""
-        until = NEVER if timeout is None else monotonic() + timeout
-        # A forked child has no workers
-        if self._lanes.are_here and not (self.has_callbacks or self.is_ended):
-            self._lanes.wait(lambda: self.is_ended, until)
-        return None if timeout is None else max(0.0, until - monotonic())
-
-
-class _SubmittedCall(WorkerCall):
-    """A whole call with a future.
-
-    `finish` takes the output of the worker, and returns the caller's.
-    """
-
-    __slots__ = ("_finish", "future")
-
-    def __init__(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        finish: Callable[[Any, WorkerCall], Any],
-        lanes: WorkerLanes,
-    ) -> None:
-        super().__init__(args, kwargs)
-        self._finish = finish
-        self.future = _WorkerFuture(lanes)
-
-    def begin(self) -> bool:
-        # It may be asked twice, if Ctrl-C came after the first time
-        return self.future.running() or self.future.set_running_or_notify_cancel()
-
-    @property
-    def has_callbacks(self) -> bool:
-        return self.future.has_callbacks
-
-    def end(self) -> None:
-        held = HeldSignals(lambda: None)  # the future must not stay half resolved
-        try:
-            self._resolve()
-        finally:
-            self.future.is_ended = True
-            held.end()
-
-    def _resolve(self) -> None:
-        if self.future.cancel():  # it was cancelled before, or its lanes ended before it was sent
-            # otherwise concurrent.futures.wait would wait forever
-            self.future.set_running_or_notify_cancel()
-            return
-        try:
-            output = self._finish(self.load(), self)
-        except BaseException as error:  # noqa: BLE001 (the reader of the future gets it)
-            self.future.set_exception(error.with_traceback(None))  # its frames refer to the future
-        else:
-            self.future.set_result(output)
+# Between two looks for answers while the caller works: a look is a system call for all workers. A
+# guess that no test has contradicted
+_LOOK_NS = 200_000
 
 
 class WorkerSession:
@@ -164,24 +86,28 @@ class WorkerSession:
         self.recorder = Recorder(target)
         self.shards: tuple[int, ...] = ()
         self._model = SentModel(target)
-        self._is_at_home = {self._model.home, output_device} <= {None, _CPU}
+        # As long as the arguments are on the CPU too
+        self._stays_on_cpu = all(each in (None, _CPU) for each in (self._model.home, output_device))
         self._backend = backend_of(workers.devices[0].type)
-        self._reading = threading.RLock()  # of the model
-        self._counting = threading.Lock()
+        # The model is read by one thread at a time. Its pickling may call the block again
+        self._reading = threading.RLock()
+        self._counting = threading.Lock()  # of the counters; never held while user code runs
         self._plain_lock = threading.RLock()  # plain calls run one at a time
         self._calls = self._plain_calls = 0
         self._has_warned_of_plan = False
         self._is_closed = False
         self._end = weakref.finalize(self, self.lanes.end)
         self._end.atexit = False
-        atexit.register(self._end)  # before Ray and launches end
+        # The hook of `weakref` would run after those of Ray and of launches, which workers need
+        atexit.register(self._end)
 
     # Cut calls
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Scatter, apply, and gather; or run the call plainly if there is nothing to cut."""
         lanes = self.lanes.all
-        if not self._is_ready() or (len(lanes) == 1 and self._is_at_home):
+        gains_nothing = len(lanes) == 1 and self._stays_on_cpu
+        if gains_nothing or not self._is_ready():
             return self.run_plainly(entry, args, kwargs)
         cutter = self.cutters[entry.method]
         flat = cutter.flatten(args, kwargs)
@@ -189,13 +115,16 @@ class WorkerSession:
         if plan.hint is not None and not self._has_warned_of_plan:
             self._has_warned_of_plan = True
             warn_caller(plan.hint)
-        if len(plan.sizes) == 1 and self._is_at_home and all(map(_is_on_cpu, flat.leaves)):
+        is_uncut = len(plan.sizes) == 1
+        if is_uncut and self._stays_on_cpu and all(map(_is_on_cpu, flat.leaves)):
             return self.run_plainly(entry, args, kwargs)
         self.refuse_gradients(args, kwargs)
         form = self._form(entry.method, is_whole=False)
         columns = plan.columns(flat, copy=False)
         shards = [plan.place(flat, columns, index, _CPU) for index in range(len(plan.sizes))]
-        versions = plan.written(flat) if len(shards) > 1 and None in plan.dims else []
+        # Several workers get copies of the arguments that stay whole: writes could not be joined
+        shares_arguments = not is_uncut and None in plan.dims
+        versions = plan.written(flat) if shares_arguments else []
         outputs = self._apply(entry, form, shards, plan)
         if versions and versions != plan.written(flat):
             raise ShardError(WRITTEN_WHOLE)
@@ -220,6 +149,7 @@ class WorkerSession:
         plan.write_back(flat, columns, loans)
         if borrowed is None:
             return output
+        # Last: after an error above, the caller's containers are unchanged
         borrowed.enter()
         return borrowed.resolve(output)
 
@@ -245,13 +175,18 @@ class WorkerSession:
                 self.lanes.wait(part.done)
                 outputs.append(part.load())
             except BaseException as error:
-                if not (isinstance(error, Exception) or part.done()):
+                # A model in a worker may raise KeyboardInterrupt too. Its part has ended
+                is_of_caller = not (isinstance(error, Exception) or part.done())
+                if is_of_caller:
                     raise  # Ctrl-C leaves at once
                 errors.append((index, error))
         if errors:
             outputs.clear()
-            sent = [part.request.lane if part.request is not None else None for part in parts]
-            lanes = [lane or own for lane, own in zip(sent, self.lanes.all, strict=False)]
+            # A part that could not be sent has no lane: its own one stands for it
+            lanes = [
+                own if part.request is None or part.request.lane is None else part.request.lane
+                for part, own in zip(parts, self.lanes.all, strict=False)
+            ]
             raise_first_failure(errors, len(parts), lanes, plan.describe)
         self._count(parts)
         self.shards = plan.sizes
@@ -309,7 +244,9 @@ class WorkerSession:
             record = partial(self.recorder.record, entry.method, entry.batch, None)
         if prepare is not None:
             args, kwargs = as_call(prepare(*args))
-        with nullcontext() if self._is_closed or here.lane is not None else self._plain_lock:
+        # A call within a lane must not wait for a caller that may wait for this lane
+        needs_no_lock = self._is_closed or here.lane is not None
+        with nullcontext() if needs_no_lock else self._plain_lock:
             if self._is_ready():
                 self.refuse_gradients(args, kwargs)  # as in a worker
             before, here.lane = here.lane, self.lanes.all[0]
@@ -330,15 +267,13 @@ class WorkerSession:
             SessionError: If the call needs gradients.
         """
         self.refuse_gradients(call.args, call.kwargs)
-        cutter, rows = self.cutters[entry.method], None
-        if (
-            request.form.prepare is None
-            and not call.kwargs
-            and all(type(each) is torch.Tensor for each in call.args)
-        ):
-            rows = cutter.rows(call.args)
-        elif request.form.prepare is None:
-            rows = cutter.whole(call.args, call.kwargs or {})[0].rows
+        cutter = self.cutters[entry.method]
+        rows = None  # unknown if the worker computes the arguments
+        if request.form.prepare is None:
+            if not call.kwargs and all(type(each) is torch.Tensor for each in call.args):
+                rows = cutter.rows(call.args)  # without a walk through containers
+            else:
+                rows = cutter.whole(call.args, call.kwargs or {})[0].rows
         self._add(request, call, entry, rows)
 
     def finish(self, output: Any, call: WorkerCall) -> Any:
@@ -353,9 +288,9 @@ class WorkerSession:
         self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], form: Form
     ) -> Future[Any]:
         """Send a whole call to the lane with the fewest messages, or keep it until it has room."""
-        request, call = Request(form), _SubmittedCall(args, kwargs, self.finish, self.lanes)
+        request, call = Request(form), SubmittedCall(args, kwargs, self.finish, self.lanes)
         self.add_whole(request, call, entry)
-        # The lock of a future is code of Python: Ctrl-C may come after it was taken
+        # The lock of a future is code of Python: Ctrl-C after it was taken would keep it
         held = HeldSignals(lambda: None)
         try:
             self.lanes.post(request)
@@ -392,7 +327,7 @@ class WorkerSession:
         self._is_closed = True
         atexit.unregister(self._end)
         if self._end.detach() is not None and self.lanes.are_here:
-            # a callback cannot wait for what its own thread receives
+            # A callback runs in the thread that receives, and cannot wait for it
             if here.lane not in self.lanes.all:
                 self.lanes.wait(self.lanes.is_idle)
             self.lanes.end()
@@ -427,11 +362,11 @@ class WorkerSession:
 
         Raises:
             UnsendableError: If the target, or `prepare`, cannot be pickled.
-            SessionError: If one of them draws from a generator of its own.
+            SessionError: If one of them draws from a random generator that it holds.
         """
         modes, packed = Modes.capture(self._backend.type), None
         if prepare is not None:
-            # of lanes in threads: each worker has its own copy of everything
+            # The survey refuses what lanes in threads cannot copy. Workers get copies by pickle
             with suppress(ReplicaError):
                 refuse_generators(Survey(prepare), "prepare")
             packed = pack(prepare, "prepare").to_bytes()
@@ -455,13 +390,11 @@ class WorkerSession:
 
     def _output_device(self, leaves: Sequence[Any]) -> torch.device | None:
         """Return where outputs go; None if they are there already, on the CPU."""
-        devices = (device_of(leaf) for leaf in leaves)
-        found = (
-            self.output_device
-            or self._model.home
-            or next((each for each in devices if each is not None), _CPU)
-        )
-        return None if found == _CPU else found
+        device = self.output_device or self._model.home
+        if device is None:
+            devices = (device_of(leaf) for leaf in leaves)
+            device = next((each for each in devices if each is not None), _CPU)
+        return None if device == _CPU else device
 
 
 def _find_object(origins: Mapping[int, Any], value: Any) -> Any:
@@ -523,8 +456,8 @@ class WorkerStream:
         self._size = ChunkSize(len(lanes.all), size, retries=lanes.retries, each_ns=lanes.each_ns)
         self.most = self._size.most
         self._form: Form | None = None
-        self._chunk: Request | None = None  # gets further batches
-        self._looked_at = self._read_at = 0
+        self._chunk: Request | None = None  # the open chunk, which gets further batches
+        self._looked_at = self._read_at = 0  # when, as ``perf_counter_ns``
 
     # The interface of streams
 
@@ -558,14 +491,17 @@ class WorkerStream:
     def has_room(self, unread: int, has_output: bool) -> bool:
         """True if the stream may read another batch before the caller gets an output.
 
-        An output that is there waits until the workers have enough to do, but not for a source that
-        takes its time.
+        An output that has arrived waits until the workers have enough to do, but not for a slow
+        source.
         """
         now = perf_counter_ns()
         self._look(now)
         if unread >= self._size.ahead:
             return False
-        return not has_output or (self._lanes.wants_more and now - self._read_at < TARGET_NS)
+        if not has_output:
+            return True
+        is_source_slow = now - self._read_at >= TARGET_NS
+        return self._lanes.wants_more and not is_source_slow
 
     def flush(self) -> None:
         """Send the open chunk, which gets no more batches."""
@@ -590,7 +526,9 @@ class WorkerStream:
 
     def _open(self, form: Form) -> Request:
         batches = self._size.open(self._lanes.each_ns)
-        self._chunk = chunk = Request(form, Packer(copied=0 if batches == 1 else MOST_BYTES))
+        # The caller may change a batch while the chunk waits for others: the packer copies it
+        copied = 0 if batches == 1 else MOST_BYTES
+        self._chunk = chunk = Request(form, Packer(copied=copied))
         return chunk
 
     def read(self, call: StreamCall) -> Any:
@@ -598,7 +536,7 @@ class WorkerStream:
         if call.done():
             self._look(perf_counter_ns())
         else:
-            if self._chunk is not None and (call.request is self._chunk or self._lanes.wants_more):
+            if call.request is self._chunk or self._lanes.wants_more:
                 self.flush()
             self._lanes.wait(call.done)
         self._read_at = perf_counter_ns()
