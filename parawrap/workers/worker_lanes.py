@@ -10,7 +10,7 @@ Guarantees:
 - A worker answers its messages in the order of sending, and each call ends once: with its answer,
   or with an error.
 - No thread belongs to a lane. A thread that waits for an answer receives all answers, and sends
-  what waits. One thread receives for futures that nobody waits for, such as those with a callback.
+  the backlog. One thread receives for futures without a reader, such as those with a callback.
 - If a worker ends, its messages are sent again, and its lane starts another one for its next
   message. Only the oldest message ran, so only that one counts the death.
 - After `end`, no process is left.
@@ -44,14 +44,17 @@ from parawrap.workers.ray_workers import RayWorker, RayWorkers
 from parawrap.workers.worker import Form, WorkerAnswer
 from parawrap.workers.writes import Written, write_back
 
-# that the receiving thread stays without a call: to start another takes longer than a small call
+# The receiving thread stays for this time without a call: another start takes longer than a small
+# call
 _RECEIVER_IDLE_S = 1.0
-# that it leaves an answer to the caller of `result`, if such callers received the last ones
+# It leaves an answer to the caller of `result` for this time, if such callers received the last
+# ones. A guess that no test has contradicted
 _UNREAD_S = 0.005
-_PIECE_S = 0.2  # of a wait for answers, after which other threads' changes are seen
+# A wait for answers has pieces of this length, because the changes of other threads end no poll
+_PIECE_S = 0.2
 _AHEAD = 2  # messages per worker, so that the next one has arrived when an answer leaves
-# by file: "once per line" holds for all workers together
-_request_numbers = count()
+_request_numbers = count()  # `next` is one atomic step
+# The registries of warnings by file: "once per line" holds for all workers together
 _given_warnings: dict[str, dict[Any, Any]] = {}
 
 
@@ -82,10 +85,10 @@ class WorkerCall:
         self.callbacks: list[Callable[[Any], object]] = []  # for the end of the call
         self.is_cancelled = False
         self.place = self.rows = 0
-        # None: tensors alone, or arguments that the worker computes
+        # None for tensors alone, and for arguments that the worker computes
         self.given: Given | None = None
         self.request: Request | None = None
-        # takes the lane, start, end, and error of a call that is traced
+        # Takes the lane, start, end, and error of a call that is traced
         self.record: Callable[..., None] | None = None
 
     @property
@@ -98,11 +101,9 @@ class WorkerCall:
         return not self.is_cancelled
 
     def end(self) -> None:
-        """Tell those who wait that the call has ended.
-
-        Called in the thread that received the answer.
-        """
-        with suppress(IndexError):  # another thread calls them
+        """Call the callbacks, in the thread that received the answer."""
+        # Another thread may take the last one after the look. `pop` gives each to one thread
+        with suppress(IndexError):
             while self.callbacks:
                 self.callbacks.pop()(self)
 
@@ -123,11 +124,8 @@ class WorkerCall:
             if request.failure is not None:
                 raise copy.deepcopy(request.failure)  # each call of the message adds its own notes
             answer = WorkerAnswer(*request.answers[self.place])
-            for text, category, filename, line in (
-                [] if answer.warned is None else unpack(answer.warned)
-            ):
-                registry = _given_warnings.setdefault(filename, {})
-                warnings.warn_explicit(text, category, filename, line, registry=registry)
+            if answer.warned is not None:
+                _repeat_warnings(answer.warned)
             error: BaseException | None = None
             where = ""
             if answer.error is not None:
@@ -138,9 +136,10 @@ class WorkerCall:
             if error is not None:
                 add_note(error, f"raised in {lane}, with this traceback:\n{where}")
                 raise error
-            same = torch.is_inference_mode_enabled() == request.form.is_inference
-            # of the plain call's tensors
-            with nullcontext() if same else torch.inference_mode(request.form.is_inference):
+            # As by a plain call, tensors get the mode of the call. The reader may have another one
+            is_inference = request.form.is_inference
+            is_mode = torch.is_inference_mode_enabled() == is_inference
+            with nullcontext() if is_mode else torch.inference_mode(is_inference):
                 output = restore(answer.output, block)
                 if answer.written is None:
                     return output
@@ -152,6 +151,13 @@ class WorkerCall:
             if request.form.is_whole and lane is not None:
                 add_note(error, f"in {lane}")
             raise
+
+
+def _repeat_warnings(packed: bytes) -> None:
+    """Give the warnings of a worker here. The filters of this process decide about them."""
+    for text, category, filename, line in unpack(packed):
+        registry = _given_warnings.setdefault(filename, {})
+        warnings.warn_explicit(text, category, filename, line, registry=registry)
 
 
 class Request:
@@ -177,12 +183,12 @@ class Request:
         self.calls: list[WorkerCall] = []
         self.items: list[Any] = []
         self.packer = packer or Packer()
-        self.lane: WorkerLane | None = None  # the last one that got it
+        self.lane: WorkerLane | None = None  # the lane that it was given last
         self.answers: list[tuple[Any, ...]] = []
         self.block = memoryview(b"")  # of the answers
         self.failure: BaseException | None = None
         self.deaths = 0
-        self.was_sent = False  # to the worker of now
+        self.was_sent = False  # to the worker that the lane has now
 
     @property
     def is_done(self) -> bool:
@@ -195,6 +201,7 @@ class Request:
             UnsendableError: If an argument cannot be pickled.
         """
         is_simple = not call.kwargs and all(type(each) is torch.Tensor for each in call.args)
+        # Before the arguments are packed: what the caller changes later must not count as a write
         if self.form.prepare is None and not is_simple:
             call.given = Given((call.args, call.kwargs or {}))
         if call.kwargs:
@@ -229,25 +236,28 @@ class WorkerLanes:
     def __init__(self, workers: LocalWorkers | RayWorkers, retries: int) -> None:
         self.all = tuple(WorkerLane(index, device) for index, device in enumerate(workers.devices))
         self.retries = retries
-        # that a whole call takes: the average of the last messages
+        # The time of a whole call: the average of the last messages
         self.each_ns: float | None = None
         self._process = os.getpid()
         self._workers = workers
         self._numbers = count(1)  # of the workers: each has its own random numbers
-        # Of everything below. It is entered itself, not through its conditions: those are code of
-        # Python, in which Ctrl-C may come after the lock was taken
+        # It guards everything below, and the messages of the lanes. It is entered itself, not
+        # through its conditions: they are code of Python, where Ctrl-C could keep the lock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # notified after each answer
         self._is_started = False
-        self._has_reader = False
+        self._has_reader = False  # True while a thread receives for all
         self._receiver: threading.Thread | None = None
-        # notified if the receiver must not leave the answers to callers
+        # Notified if the receiver must not leave the answers to callers
         self._unread = threading.Condition(self._lock)
-        # the last answers to futures were received by callers of `result`
+        # True if callers of `result` received the last answers to futures
         self._callers_read = False
         self._backlog: deque[Request] = deque()
-        self._ended: deque[Request] = deque()  # those that wait for them have not been told
-        self._for_receiver: deque[Request] = deque()  # the same, if users' callbacks run then
+        # The two have ended, and their calls do not know it yet. Code of users runs at the end of
+        # calls in the second
+        self._ended: deque[Request] = deque()
+        self._for_receiver: deque[Request] = deque()
+        # Written without the lock: `end` must not wait for a thread that starts workers
         self._is_over = False
 
     @property
@@ -272,8 +282,10 @@ class WorkerLanes:
             SessionError: If the lanes have ended.
         """
         with self._lock:
-            for lane in () if self._is_started else self.all:
-                if lane.worker is None:
+            if self._is_started:
+                return
+            for lane in self.all:
+                if lane.worker is None:  # an earlier attempt may have failed after some starts
                     self._start(lane)
             self._is_started = True
 
@@ -307,6 +319,7 @@ class WorkerLanes:
                         wait_s = until - monotonic()
                         if wait_s <= 0:
                             return
+                        # In pieces: a signal that arrives just before the wait does not end it
                         self._changed.wait(min(wait_s, SIGNAL_POLL_S))
                     if is_done() or until <= monotonic():
                         return
@@ -315,7 +328,8 @@ class WorkerLanes:
                 self._receive(min(_PIECE_S, max(0.0, until - monotonic())))
             finally:
                 if is_reader:
-                    # Others read from here on, also if Ctrl-C keeps this thread from telling them
+                    # Others may read from here on. They look once per second: Ctrl-C may keep this
+                    # thread from notifying them
                     self._has_reader = False
             self._pass_on()
 
@@ -363,6 +377,7 @@ class WorkerLanes:
             worker.stop(at_once=is_busy)
         for worker, _ in working:
             worker.join()
+        # Only now: a thread may hold the lock while it sends, at most until its worker has ended
         with self._lock:
             for lane in self.all:
                 self._backlog += lane.flying
@@ -371,14 +386,14 @@ class WorkerLanes:
             for request in self._backlog:
                 self._fail(request, _end_error())
             self._backlog.clear()
-            self._workers.close()  # also what that thread has started meanwhile
+            self._workers.close()  # also workers that another thread has started meanwhile
         self._end_requests()
         self._tell_waiting()
         with self._lock:
             self._unread.notify()  # the receiver leaves
 
     def _pass_on(self) -> None:
-        """Tell those who wait for messages, then for futures: a callback may take its time."""
+        """Wake threads that wait for messages, then end futures: a callback may be slow."""
         self._tell_waiting()
         if self._ended or self._for_receiver:
             self._end_requests()
@@ -414,9 +429,11 @@ class WorkerLanes:
     def _send(self, lane: WorkerLane, request: Request) -> None:
         form = request.form
         try:
-            if request.lane is not None and request in request.lane.flying:  # after Ctrl-C
+            # Ctrl-C may have come between the two lines below that move a message
+            if request.lane is not None and request in request.lane.flying:
                 request.lane.flying.remove(request)
             request.lane, request.was_sent = lane, False
+            # In this order: a message in both places is found again, and one in none is lost
             lane.flying.append(request)
             self._backlog.remove(request)
             worker = lane.worker or self._start(lane)
@@ -493,9 +510,10 @@ class WorkerLanes:
         lane.busy_ns += took_ns
         if request.form.is_whole:
             each_ns = took_ns / len(request.calls)
-            self.each_ns = (
-                each_ns if self.each_ns is None else self.each_ns + (each_ns - self.each_ns) / 4
-            )
+            if self.each_ns is None:
+                self.each_ns = each_ns
+            else:
+                self.each_ns += (each_ns - self.each_ns) / 4
         self._ended.append(request)
 
     def _end_requests(self) -> None:
@@ -524,31 +542,30 @@ class WorkerLanes:
                     call.end()
             finally:
                 here.lane = before
-            # they refer to the request, and a cycle would keep the memory of their outputs
+            # They refer to the request, and a cycle would keep the memory of their outputs
             request.calls = []
             del request
 
     def _receive_for_futures(self) -> None:
         """Receive in a thread, which ends a moment after the last call.
 
-        A caller that waits in `result` receives faster than this thread could wake it. So while
-        such callers are seen, the thread only looks from time to time for futures that nobody waits
-        for.
+        A caller that waits in `result` receives faster than this thread could wake it. While there
+        are such callers, the thread only looks from time to time for futures without a reader.
         """
         leave_at = monotonic() + _RECEIVER_IDLE_S
         while True:
             with self._lock:
                 is_idle = self.is_idle()
-                if self._for_receiver:
-                    pass  # below
-                elif self._is_over or (is_idle and monotonic() >= leave_at):
-                    self._receiver = None
-                    return
-                elif is_idle or self._has_reader:
-                    self._callers_read = self._callers_read or self._has_reader
-                    self._unread.wait(_UNREAD_S if self._callers_read else _RECEIVER_IDLE_S)
-                    continue
-                else:
+                if not self._for_receiver:
+                    has_stayed = is_idle and monotonic() >= leave_at
+                    if self._is_over or has_stayed:
+                        # With the lock held: a call that comes now starts another thread
+                        self._receiver = None
+                        return
+                    if is_idle or self._has_reader:
+                        self._callers_read = self._callers_read or self._has_reader
+                        self._unread.wait(_UNREAD_S if self._callers_read else _RECEIVER_IDLE_S)
+                        continue
                     self._callers_read = False
             self._end_requests()
             with suppress(BaseException):  # the requests that failed have the error
@@ -570,8 +587,10 @@ class WorkerLanes:
         lost = [request for request in lane.flying if not request.is_done]
         lane.flying.clear()
         lane.worker = None
-        if lost and (lost[0].was_sent or not lane.has_answered):
-            lost[:1] = self._count_death(lost[0], error)
+        if lost:
+            oldest, *others = lost
+            if oldest.was_sent or not lane.has_answered:
+                lost = [*self._count_death(oldest, error), *others]
         self._backlog.extendleft(reversed(lost))
 
     def _count_death(self, request: Request, error: BaseException) -> list[Request]:
@@ -579,11 +598,9 @@ class WorkerLanes:
         request.deaths += 1
         calls = request.calls
         if request.deaths > self.retries:
-            what = (
-                "this call"
-                if len(calls) == 1
-                else f"this call or others of its chunk of {len(calls)}"
-            )
+            what = "this call"
+            if len(calls) > 1:
+                what += f" or others of its chunk of {len(calls)}"
             add_note(
                 error, f"{request.deaths} workers ended while they ran {what}. Other calls continue"
             )
