@@ -33,7 +33,7 @@ from parawrap.workers.model import GENERATOR_STAYS, Build
 from parawrap.workers.writes import PickledContents, Written
 
 _CPU = torch.device("cpu")
-_NO_CONTEXT: Any = None
+_NO_CONTEXT: Any = None  # context variables do not travel: each message gets a new context
 GRADIENTS = (
     "{} requires a gradient, and gradients do not travel between processes. For inference, call "
     "inside torch.no_grad(). To "
@@ -49,20 +49,26 @@ _DRAWS = (
     "torch.use_deterministic_algorithms(True), and a worker cannot "
     "continue the caller's numbers. Use map or submit, or run the model in threads"
 )
-# that change what a model computes
-_PROCESS_MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    # the first call takes a second
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+
+
+class _ProcessMode(NamedTuple):
+    """A setting of a whole process that changes what a model computes."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+_PROCESS_MODES = (
+    _ProcessMode(torch.get_default_dtype, torch.set_default_dtype),
+    _ProcessMode(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    _ProcessMode(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
 )
 
 
 def pack_modes(modes: Modes) -> bytes:
     """Pickle the modes of the calling thread and process, without context variables."""
-    return pickle.dumps(
-        (modes._replace(context=_NO_CONTEXT), [read() for read, _ in _PROCESS_MODES])
-    )
+    of_process = [mode.read() for mode in _PROCESS_MODES]
+    return pickle.dumps((modes._replace(context=_NO_CONTEXT), of_process))
 
 
 @functools.lru_cache(maxsize=8)
@@ -122,10 +128,10 @@ class ModelServer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._packed_model: memoryview | None = None  # until it is made
+        self._packed_model: memoryview | None = None  # until a call needs it
         self._replicas: Replicas
-        self._is_changed = False  # since the last call
-        self._prepare: Any = None  # bytes until the first call
+        self._is_changed = False  # True from a new model to the first call
+        self._prepare: Any = None  # packed until the first call
         self._warned: list[tuple[str, type[Warning], str, int]] = []
         warnings.simplefilter("always")  # the filters of the launching process decide
         warnings.showwarning = self._note_warning
@@ -145,11 +151,13 @@ class ModelServer:
             if self._packed_model is not None:
                 self._make_model(unpack(self._packed_model))
                 self._packed_model = None
-            self._prepare = form.prepare or self._prepare
+            if form.prepare:  # empty if an earlier message has brought it
+                self._prepare = form.prepare
             modes, of_process = _unpack_modes(form.modes)
-            for (read, write), value in zip(_PROCESS_MODES, of_process, strict=True):
-                if read() != value:
-                    write(value)
+            for mode, value in zip(_PROCESS_MODES, of_process, strict=True):
+                # The first write of the deterministic mode takes a second
+                if mode.read() != value:
+                    mode.write(value)
             modes = modes._replace(context=contextvars.copy_context())
             answers = modes.run(
                 lambda: [tuple(self._answer(form, item, block, packer)) for item in items],
@@ -171,6 +179,7 @@ class ModelServer:
         target = sent["model"]
         if isinstance(target, Build):
             own = torch.initial_seed()
+            # Workers have different seeds, for their random numbers, but the same weights
             seed_all(sent["seed"])
             torch.set_default_dtype(sent["dtype"])
             try:
@@ -186,8 +195,11 @@ class ModelServer:
         try:
             with torch.inference_mode(mode=False):  # a write into an inference tensor is not seen
                 given = restore(item, block)
-            args, kwargs = (given["args"], given["kwargs"]) if type(given) is dict else (given, {})
-            output, written = self._call(form, args, kwargs, is_plain=type(item) is list)
+            args, kwargs = given, {}
+            if type(given) is dict:  # as `Request.add` packs a call with keywords
+                args, kwargs = given["args"], given["kwargs"]
+            are_tensors = type(item) is list  # as `Packer.add` describes a tuple of tensors
+            output, written = self._call(form, args, kwargs, are_tensors=are_tensors)
             output_item = packer.add(output, "the output")
             written_item = None if written is None else packer.add(written, "args")
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
@@ -197,17 +209,20 @@ class ModelServer:
         return WorkerAnswer(output_item, written_item, failure, warned, start, perf_counter_ns())
 
     def _call(
-        self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_plain: bool
+        self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_tensors: bool
     ) -> tuple[Any, Written | None]:
-        """Return the output of a call, and its writes into its arguments, if there are any."""
+        """Return the output of a call, and its writes into its arguments, if there are any.
+
+        Tensors alone need no walk through containers, and no copies of their contents.
+        """
         if form.prepare is None:
             args, kwargs = self._place(args, kwargs)
-        given = args if is_plain else flatten((args, kwargs))[0]
-        if not is_plain and any(map(is_generator, given)):  # its new state would stay here
+        given = args if are_tensors else flatten((args, kwargs))[0]
+        if not are_tensors and any(map(is_generator, given)):  # its new state would stay here
             msg = f"an argument is {GENERATOR_STAYS}"
             raise SessionError(msg)
-        # What `prepare` computes stays here, and nobody waits for it
-        is_lent = not is_plain and form.prepare is None
+        # The arguments that `prepare` computes stay in this process
+        is_lent = not are_tensors and form.prepare is None
         loan = _lend_all((args, kwargs), given) if is_lent else NOTHING
         contents = PickledContents(given) if is_lent else None
         versions = [*map(_version_of, given)]
@@ -221,8 +236,10 @@ class ModelServer:
         now = [*map(_version_of, given)]
         if now == versions and changes is None and not has_marks:
             return output, None
-        triples = zip(given, versions, now, strict=True)
-        tensors = [each if one != other else None for each, one, other in triples]
+        tensors = [
+            leaf if version != before else None
+            for leaf, before, version in zip(given, versions, now, strict=True)
+        ]
         return output, Written(tensors, changes, has_marks)
 
     def _run(self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -237,6 +254,7 @@ class ModelServer:
                 self._prepare = unpack(self._prepare)
             args, kwargs = self._place(*as_call(self._prepare(*args)))
         replicas = self._replicas
+        # On the CPU, only a message changes the model: without one, nothing is compared
         if self._is_changed or self._device != _CPU:
             if not replicas.state.is_current():
                 replicas.refresh()
@@ -249,15 +267,13 @@ class ModelServer:
         # on new replicas
         contents = None if state.edition.is_checked else replicas.read_contents()
         state.edition.is_checked = True
-        numbers = (
-            None
-            if form.is_whole or not torch.are_deterministic_algorithms_enabled()
-            else torch.get_rng_state()
-        )
+        checks_draws = not form.is_whole and torch.are_deterministic_algorithms_enabled()
+        numbers = torch.get_rng_state() if checks_draws else None
         try:
-            output = (
-                replica.target if form.method is None else getattr(replica.target, form.method)
-            )(*args, **kwargs)
+            function = replica.target
+            if form.method is not None:
+                function = getattr(function, form.method)
+            output = function(*args, **kwargs)
         except BaseException:
             replica.is_dirty = True
             raise
@@ -279,10 +295,10 @@ class ModelServer:
         if self._device == _CPU:
             return call
         leaves, spec = flatten(call)
-        return unflatten(
-            spec,
-            [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
-        )
+        placed = [
+            leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        ]
+        return unflatten(spec, placed)
 
     def _note_warning(
         self,
@@ -317,7 +333,9 @@ def _lend_all(call: Any, given: Sequence[Any]) -> Loan:
 
 
 def _version_of(leaf: Any) -> int | None:
-    return None if not isinstance(leaf, torch.Tensor) or leaf.is_inference() else version_of(leaf)
+    """Return the version of a tensor. None for other leaves, and for tensors without versions."""
+    has_version = isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+    return version_of(leaf) if has_version else None
 
 
 def _describe(error: BaseException) -> tuple[bytes, str]:
