@@ -7,10 +7,10 @@ from time import perf_counter_ns
 from parawrap.engine.streams import StreamSize
 
 TARGET_NS = 5_000_000  # of work in one message
-# of the tensors of a message; a larger one is the last of its message, so it is not copied
+# Of the tensors of a message. A larger one is the last of its message, so it is not copied
 MOST_BYTES = 256 << 10
-_MOST = 64  # batches in one message
-# chunks per lane that the caller has not read: two in the worker, and one to replace them
+_MOST = 64  # batches in one message; a guess that no test has contradicted
+# Chunks per lane that the caller has not read: two in the worker, and one to replace them
 _READ_AHEAD = 3
 
 
@@ -28,8 +28,12 @@ class ChunkSize:
         self, lanes: int, size: StreamSize, *, retries: int, each_ns: float | None
     ) -> None:
         self._lanes = lanes
-        self._given = size.chunksize or (None if retries else 1)
-        self._most = _MOST if size.buffersize is None else max(1, size.buffersize // (2 * lanes))
+        self._given = size.chunksize
+        if self._given is None and not retries:
+            self._given = 1
+        self._most = _MOST
+        if size.buffersize is not None:  # each lane has two messages
+            self._most = max(1, size.buffersize // (2 * lanes))
         self._left = size.total
         self._size = self._given or self._fit(each_ns)
         self._goal = 1  # batches of the open chunk
@@ -44,27 +48,32 @@ class ChunkSize:
     def open(self, each_ns: float | None) -> int:
         """Begin a chunk, and return the number of its batches.
 
-        `each_ns` is what a batch takes; None if not known.
+        `each_ns` is the time of a batch; None if it is unknown.
         """
         self._goal, self._until = self._size, perf_counter_ns() + TARGET_NS
         if self._given is None:
+            # At most four times as large as the last one: a single measurement may be far off
             self._goal = self._size = min(self._fit(each_ns), 4 * self._size)
             if self._left is not None:  # smaller near the end, for all workers to end together
-                self._goal = max(
-                    1, min(self._size, max(self._size // 4, self._left // (2 * self._lanes)))
-                )
+                even = self._left // (2 * self._lanes)
+                smallest = max(1, self._size // 4)
+                self._goal = min(self._size, max(smallest, even))
         return self._goal
 
     def is_full(self, batches: int, size: int) -> bool:
         """True if the open chunk must be sent after another batch.
 
-        It has so many batches, and bytes of tensors, now.
+        Args:
+            batches: The number of its batches now.
+            size: The number of bytes of its tensors now.
         """
         if self._left is not None:
             self._left -= 1
-        # of a source that takes its time
+        # The batches of a slow source do not wait for each other
         is_late = self._given is None and perf_counter_ns() > self._until
         return is_late or batches >= self._goal or size > MOST_BYTES
 
     def _fit(self, each_ns: float | None) -> int:
-        return 1 if not each_ns else max(1, min(self._most, int(TARGET_NS / each_ns)))
+        if not each_ns:
+            return 1
+        return max(1, min(self._most, int(TARGET_NS / each_ns)))

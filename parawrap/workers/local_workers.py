@@ -43,7 +43,8 @@ from parawrap.processes.settings import Settings
 from parawrap.processes.wire import LOST, Message, Wire
 from parawrap.workers.worker import Form, ModelServer
 
-_CLOSE_S = 5.0  # for the end of a process that closed its connection
+# For the end of a process with a closed connection. A guess that no test has contradicted
+_CLOSE_S = 5.0
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # in malloc.h
 _log = logging.getLogger("parawrap.workers")
 
@@ -60,7 +61,8 @@ class LocalWorkers:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
         self._threads = backend_of(devices[0].type).intra_op_threads(len(devices)) or 1
-        self._starting = threading.Lock()
+        self._starting = threading.Lock()  # of `_supervision`: two threads must not replace it
+        # For `close`. Weak, because a worker that has ended belongs to its lane alone
         self._started: weakref.WeakSet[LocalWorker] = weakref.WeakSet()
         self._supervision: _Supervision | None = None  # the last one
 
@@ -87,7 +89,7 @@ class LocalWorkers:
 
     def _start(self, lane: int, label: str, assignment: Assignment) -> LocalWorker:
         with self._starting:
-            while True:
+            while True:  # the thread may end between the look and the start
                 if self._supervision is None or self._supervision.has_ended:
                     self._supervision = _Supervision()
                 worker = self._supervision.start(lane, label, assignment, self._started)
@@ -177,7 +179,7 @@ class _Supervision:
                 self.members.close()  # kills what is left
         finally:
             self.has_ended = True
-            # nobody waits for ever, whatever ended this thread
+            # After any error too: threads wait for these notes without a limit
             for worker in self._workers.values():
                 worker.note_end(error)
                 worker.note_gone()
@@ -250,6 +252,7 @@ class LocalWorker:
                 found.append((*message.body, message.block, message.error))
             elif message.word == LOST:  # its number too: the worker starts again, and its messages
                 self.stop(at_once=True)
+            # The answer to the set-up of the rank, which has no number of the lanes
             elif message.word == "answer" and not isinstance(message.body.outcome, Returned):
                 self._set_up = message.body.outcome
         return found
@@ -271,8 +274,9 @@ class LocalWorker:
     def stop(self, *, at_once: bool) -> None:
         """Begin to end the process. Unless `at_once`, it has time to exit on its own.
 
-        A late one is killed.
+        A process that is late is killed.
         """
+        # Not `close` alone: a forked child may hold a copy of the socket
         self._wire.shut()
         self._wire.close()
         events, members = self._supervision.events, self._supervision.members
@@ -287,7 +291,7 @@ class LocalWorker:
 
     def join(self) -> None:
         """Wait for the end of the process, and of those that it has started."""
-        # where the garbage collector may end a block
+        # The garbage collector may end a block in the thread of its supervision
         if self._supervision.thread is not threading.current_thread():
             self._is_gone.wait(2 * _CLOSE_S)
 
@@ -311,7 +315,7 @@ class LocalWorker:
 
 def serve(device: str, threads: int, seed: int, wire: Wire) -> None:
     """Answer messages until the wire closes. Runs in place of the calls of a rank."""
-    # ends the process also during a call, without unwinding
+    # It ends the process also during a call, without unwinding
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -338,7 +342,8 @@ def serve(device: str, threads: int, seed: int, wire: Wire) -> None:
         except (OSError, SessionError) as error:  # memory lacks room, or a limit is reached
             answers, packer = server.fail(items, error)
             wire.send("answers", (number, answers), packer)
-        del message, answers, packer  # the tensors lie in a slab that the next message may use
+        # The tensors lie in a slab of shared memory. Without them, the next message may use it
+        del message, answers, packer
 
 
 def _keep_memory() -> None:

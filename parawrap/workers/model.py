@@ -34,6 +34,20 @@ GENERATOR_STAYS = (
 """How the message of a SessionError ends."""
 
 
+class _SentCode(NamedTuple):
+    """A function or class that was sent with the model, and the names of globals that it reads."""
+
+    code: FunctionType | type
+    names: set[str]
+
+
+class _UnseenTensor(NamedTuple):
+    """A tensor that may be written without a new version, and its values as they were sent."""
+
+    tensor: torch.Tensor
+    sent: torch.Tensor
+
+
 class Build(NamedTuple):
     """A function that returns the model, and its arguments."""
 
@@ -88,7 +102,7 @@ class SentModel:
         self.parameters: list[torch.Tensor] = [*target.parameters()] if is_module else []
         self._is_lazy = any(map(is_lazy, self.parameters))
         self._doubts = Doubts()
-        # every worker builds the same model, also one that takes another's place
+        # All workers build the same model, also one that replaces a dead worker
         self._seed = torch.initial_seed() % SEEDS
         self.forget()
         note_optimizer_steps()
@@ -97,12 +111,10 @@ class SentModel:
         """Free the memory of the model. The next call reads it again."""
         self._packed: Packed | None = None
         self._tensors: list[torch.Tensor] = []
-        # that may be written without a new version, as sent
-        self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._function: bytes | None = None  # a target without a model
-        # with the model, and the globals that they read
-        self._sent: list[tuple[FunctionType | type, set[str]]] = []
-        self._captured: list[Any] = []
+        self._unseen: list[_UnseenTensor] = []
+        self._function: bytes | None = None  # a target without a model, packed
+        self._sent: list[_SentCode] = []
+        self._captured: list[Any] = []  # of the sent code, as it was read last
         self._state: ModelState[Any] | None = None
 
     def is_ready(self) -> bool:
@@ -121,7 +133,7 @@ class SentModel:
             if self._packed is not None:
                 self.refreshes += 1
                 self.copied_bytes += bytes_of_all(self._tensors)
-            # In case of an error, or of Ctrl-C below: what was sent is no longer that of any state
+            # After an error or Ctrl-C below, the next call must read the model again
             self._state = None
             # A `renew` from here on counts for the next call
             asked = self._doubts.read()
@@ -151,19 +163,19 @@ class SentModel:
         self._doubts.everything = object()
 
     def _is_current(self) -> bool:
-        """True if the target, and the code that was sent with it, are what was read last.
+        """True if the target, and the code that was sent with it, are the same as at the last read.
 
         Workers build their own model: then only `renew` makes a difference.
         """
         if self._state is None or not self._state.is_current():
             return False
         now = self._read_captured()
-        return (
-            len(now) == len(self._captured)
-            and all(map(is_, now, self._captured))
-            and (self._function is None or self._function == self._pack_function())
-            and all(torch.equal(tensor, sent) for tensor, sent in self._unseen)
-        )
+        has_same_code = len(now) == len(self._captured) and all(map(is_, now, self._captured))
+        if not has_same_code:
+            return False
+        if self._function is not None and self._function != self._pack_function():
+            return False
+        return all(torch.equal(tensor, sent) for tensor, sent in self._unseen)
 
     def _pack(self) -> Packed:
         sent: list[FunctionType | type] = []
@@ -175,10 +187,12 @@ class SentModel:
             msg = f"{error}. {cure}"
             raise UnsendableError(msg) from error.__cause__
         packed.detach()  # later messages send the same
-        self._sent = [
-            (each, set() if isinstance(each, type) else names_of_globals(each.__code__))
-            for each in sent
-        ]
+        self._sent = []
+        for code in sent:
+            names: set[str] = set()
+            if isinstance(code, FunctionType):
+                names = names_of_globals(code.__code__)
+            self._sent.append(_SentCode(code, names))
         self._captured = self._read_captured()
         return packed
 
@@ -193,15 +207,14 @@ class SentModel:
             edition, snapshot, self._doubts, asked, sources=Sources(self._tensors)
         )
         self._function = None
-        if not (survey.modules or self._tensors or isinstance(self.target, Build)):
+        has_model = survey.modules or self._tensors or isinstance(self.target, Build)
+        if not has_model:
             self._function = self._pack_function()
-        written = survey.tensors if edition.trains else ()
-        unseen = [
-            *(each for each in self._tensors if each.is_inference()),
-            *filter(is_written_unseen, written),
-        ]
+        unseen = [tensor for tensor in self._tensors if tensor.is_inference()]
+        if edition.trains:  # statistics of norms, for example
+            unseen += filter(is_written_unseen, survey.tensors)
         with lasting():
-            self._unseen = [(tensor, tensor.clone()) for tensor in unseen]
+            self._unseen = [_UnseenTensor(tensor, tensor.clone()) for tensor in unseen]
         return state
 
     def _pack_function(self) -> bytes:

@@ -24,8 +24,9 @@ from parawrap.processes.pickling import Packed
 from parawrap.processes.shared_memory import aligned_copy
 from parawrap.workers.worker import Form, ModelServer
 
-_PLACING_S = 60.0  # for the start of an actor
-# the fields that a block uses
+# For the start of an actor, which imports torch. A guess that no test has contradicted
+_PLACING_S = 60.0
+# The fields that a block uses
 _FIELDS = ("name", "device", "launcher", "n_nodes", "n_gpus", "n_cpus", "ram")
 
 
@@ -92,7 +93,8 @@ class RayWorkers:
         if self._reservation is None:
             self._reservation = Reservation(self._platform)
             self._ray = self._reservation.ray
-            while not self._reservation.is_ready():  # the cluster is large enough when it is idle
+            # Without a limit: the cluster is large enough when it is idle
+            while not self._reservation.is_ready():
                 self._check_open()
         options = self._reservation.options_of_rank(lane)
         until = monotonic() + _PLACING_S
@@ -104,7 +106,7 @@ class RayWorkers:
                 return worker
             except Exception as error:
                 worker.stop(at_once=True)
-                # with its node: Ray finds another one
+                # An actor that is lost with its node may start on another one
                 is_lost = isinstance(error, self._ray.exceptions.RayActorError)
                 if not is_lost or monotonic() >= until:
                     msg = (
@@ -137,7 +139,7 @@ class RayWorkers:
 
         May be called again.
         """
-        self._has_ended = True
+        self._has_ended = True  # first: a thread that starts a worker reads it between two steps
         self._stored = None
         reservation, self._reservation = self._reservation, None
         if reservation is not None:
@@ -179,7 +181,7 @@ class RayWorker:
         self._label = f"worker {lane} on {device}"
         self._ray = ray
         self._store = store
-        self._sent: deque[Any] = deque()
+        self._sent: deque[Any] = deque()  # references of answers, oldest first
         self._death: Exception | None = None
         threads = max(1, int(options["num_cpus"]))
         actor = ray.remote(Actor).options(name=None, max_restarts=0, max_task_retries=0, **options)
@@ -258,7 +260,7 @@ class Actor:
     """Answers messages, one after another. Runs as a Ray actor."""
 
     def __init__(self, device: str, threads: int, seed: int, path: list[str]) -> None:
-        # of the driver, for the modules of its model
+        # The driver's import path, for the modules of its model
         sys.path[:0] = [each for each in path if each not in sys.path]
         torch.set_num_threads(threads)
         torch.manual_seed(seed)

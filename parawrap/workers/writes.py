@@ -28,7 +28,7 @@ _INTO_OTHER_PARTS = (
 
 
 class Written(NamedTuple):
-    """What a call wrote into its arguments.
+    """The writes of a call into its arguments.
 
     Attributes:
         tensors: For each leaf of the arguments its new value, or None if the call has not written
@@ -58,13 +58,14 @@ class PickledContents:
     def check(self) -> None:
         """Raise SessionError if an object has other contents."""
         now = self._read()
-        if now != self._before:
-            again = self._read()
-            for before, after, still in zip(self._before, now, again, strict=True):
-                # A class may make new parts each time that it is pickled: then nothing is known
-                is_comparable = after == still
-                if is_comparable and before != after:
-                    raise SessionError(_INTO_OTHERS)
+        if now == self._before:
+            return
+        again = self._read()
+        for before, after, still in zip(self._before, now, again, strict=True):
+            # A class may make new parts each time that it is pickled: then nothing is known
+            is_comparable = after == still
+            if is_comparable and before != after:
+                raise SessionError(_INTO_OTHERS)
 
     def _read(self) -> list[Any]:
         return [self._pickle(each) for each in self._values]
@@ -99,7 +100,8 @@ class _Pickler(IdentityPickler):
 def write_back(written: Written, given: Given) -> None:
     """Do to the caller's arguments what a call has done to those of the worker.
 
-    Raises SessionError if they differ.
+    Raises:
+        SessionError: If an argument has other leaves or shapes here than in the worker.
     """
     leaves = given.leaves
     pairs = [
@@ -107,12 +109,11 @@ def write_back(written: Written, given: Given) -> None:
         for leaf, value in zip(leaves, written.tensors, strict=False)
         if value is not None
     ]
-    has_other_leaves = len(leaves) != len(written.tensors)
-    if has_other_leaves or any(
-        getattr(leaf, "shape", None) != value.shape for leaf, value in pairs
-    ):
+    has_same_shapes = all(getattr(leaf, "shape", None) == value.shape for leaf, value in pairs)
+    if len(leaves) != len(written.tensors) or not has_same_shapes:
         raise SessionError(_INTO_OTHER_PARTS)
     for leaf, value in pairs:
+        # Torch writes into an inference tensor in inference mode only
         with torch.inference_mode(leaf.is_inference()), torch.no_grad():
             leaf.copy_(value)
     if written.changes is not None:
