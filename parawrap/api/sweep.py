@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 
 from parawrap._public import public
 from parawrap.backends import user_frames
-from parawrap.displays import spell_count
 from parawrap.errors import LaunchError, add_note
 from parawrap.launch import (
     Job,
@@ -111,7 +110,7 @@ class Sweep(Iterator[RankResults[R] | Exception], Generic[R]):
             how = "all at the same time"
         else:
             how = f"at most {self._max_parallel} at the same time"
-        lines = [f"{spell_count(len(self._jobs), 'launch', 'launches')} of {first.name}, {how}"]
+        lines = [f"{len(self._jobs)} launches of {first.name}, {how}"]
         lines += [f"launch {number}: {_describe(share)}" for number, share in enumerate(shares)]
         if shares:
             if len(self._jobs) > len(shares):

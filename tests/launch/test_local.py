@@ -38,7 +38,6 @@ def test_one_rank_is_singular():
     text = launchable.dry_run("")
     assert "on launcher 'local': 1 process on this machine" in text
     assert "bytes of function and arguments for the rank\n" in text
-    assert launchable.map([""]).dry_run().startswith("1 launch of len, one after another\n")
     assert repr(launchable) == "<len on 1 rank of cpu>"
     launch = launchable.submit("")
     assert launch.results() == (0,)
