@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NamedTuple, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -69,28 +69,31 @@ class PlatformFields:
     def __post_init__(self) -> None:
         given = str(self.device)
         _set_device(self)
-        for name, (accepts, allowed) in _RULES.items():
-            if not accepts(getattr(self, name)):
-                _refuse(name, getattr(self, name), allowed)
+        for name, rule in _RULES.items():
+            value = getattr(self, name)
+            if not rule.accepts(value):
+                _refuse(name, value, rule.allowed)
         _check_launcher(self)
         # A rank sees the devices of its launch, and perhaps only its own: the launching process has
         # checked the platform. The module that defines it is imported again in the rank, and in
         # its loader workers: there before multiprocessing sets the variables of the rank
-        if not (is_inherited(os.environ) or imports_main()):
+        is_checked = is_inherited(os.environ) or imports_main()
+        if not is_checked:
             _check_visible(self, given)
             _check_device_ids(self)
             _check_ranks(self)
         _set_tuples(self)
 
     def __repr__(self) -> str:
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
-        ordinary = {
-            each.name: () if each.name == "ipc_groups" else each.default for each in fields(self)
-        }
-        shown = {name: value for name, value in given.items() if value != ordinary[name]} | {
-            "device": str(self.device)
-        }
-        return f"Platform({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        shown = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            default = () if each.name == "ipc_groups" else each.default  # made by a factory
+            if each.name == "device":  # always, because it decides what the others mean
+                shown.append(f"device={str(value)!r}")
+            elif value != default:
+                shown.append(f"{each.name}={value!r}")
+        return f"Platform({', '.join(shown)})"
 
     @property
     def ranks_per_node(self) -> int:
@@ -138,9 +141,9 @@ class PlatformFields:
     @property
     def leaves_counts_open(self) -> bool:
         """True if the platform adopts the rank count of the world that this process runs in."""
-        return self.n_nodes == 1 and (
-            self.n_cpus == 1 if self.device == Device.CPU else self.n_gpus is None
-        )
+        if self.n_nodes != 1:
+            return False
+        return self.n_cpus == 1 if self.device == Device.CPU else self.n_gpus is None
 
     @property
     def requires_ipc(self) -> bool:
@@ -197,45 +200,64 @@ def _is_limit(value: object) -> bool:
     return value is None or (isinstance(value, (int, float)) and 0 < value < math.inf)
 
 
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "n_nodes": (_is_count, "give a number of machines, at least 1"),
-    "n_cpus": (_is_count, "give a number of ranks or threads, at least 1"),
-    "n_gpus": (
-        lambda value: value is None or _is_count(value),
+def _is_count_or_none(value: object) -> bool:
+    return value is None or _is_count(value)
+
+
+def _is_restart_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def _is_port(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < 1 << 16
+
+
+def _is_seed(value: object) -> bool:
+    # torch.manual_seed takes these numbers
+    is_number = type(value) is int and -(1 << 63) <= value < 1 << 64
+    return is_number or value in (None, "script")
+
+
+def _is_duration(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < math.inf
+
+
+def _is_launcher(value: object) -> bool:
+    return value in (None, "env", "local", "ray", "slurm")
+
+
+def _is_protocol(value: object) -> bool:
+    return value in (None, "tcp", "file")
+
+
+class _Rule(NamedTuple):
+    """The values that a field accepts, as a function and in words."""
+
+    accepts: Callable[[Any], bool]
+    allowed: str
+
+
+_MINUTES = _Rule(_is_limit, "give a number of minutes above 0, or None")
+
+# By the name of the field. Other fields are checked where they are used
+_RULES = {
+    "n_nodes": _Rule(_is_count, "give a number of machines, at least 1"),
+    "n_cpus": _Rule(_is_count, "give a number of ranks or threads, at least 1"),
+    "n_gpus": _Rule(
+        _is_count_or_none,
         "give a number of accelerators per node, at least 1, or None for all visible ones",
     ),
-    "master_port": (
-        lambda value: isinstance(value, int) and 0 <= value < 1 << 16,
-        "give a port number below 65536, or 0 for any free one",
-    ),
-    "seed": (
-        lambda value: (
-            value in (None, "script") or (type(value) is int and -(1 << 63) <= value < 1 << 64)
-        ),
-        "give a whole number of 64 bits, 'script', or None",
-    ),
-    "max_restarts": (
-        lambda value: isinstance(value, int) and value >= 0,
-        "give a number of restarts, at least 0",
-    ),
-    "launcher": (
-        lambda value: value in (None, "env", "local", "ray", "slurm"),
-        "give env, local, ray or slurm, or None",
-    ),
-    "ipc_protocol": (lambda value: value in (None, "tcp", "file"), "give tcp or file, or None"),
-    "timeout_min": (_is_limit, "give a number of minutes above 0, or None"),
-    "hang_timeout_s": (_is_limit, "give a number of seconds above 0, or None"),
-    "ipc_timeout_min": (_is_limit, "give a number of minutes above 0, or None"),
-    "ram": (_is_limit, "give a number of GB above 0, or None"),
-    "grace_s": (
-        lambda value: isinstance(value, (int, float)) and 0 <= value < math.inf,
-        "give a number of seconds, at least 0",
-    ),
+    "master_port": _Rule(_is_port, "give a port number below 65536, or 0 for any free one"),
+    "seed": _Rule(_is_seed, "give a whole number of 64 bits, 'script', or None"),
+    "max_restarts": _Rule(_is_restart_count, "give a number of restarts, at least 0"),
+    "launcher": _Rule(_is_launcher, "give env, local, ray or slurm, or None"),
+    "ipc_protocol": _Rule(_is_protocol, "give tcp or file, or None"),
+    "timeout_min": _MINUTES,
+    "hang_timeout_s": _Rule(_is_limit, "give a number of seconds above 0, or None"),
+    "ipc_timeout_min": _MINUTES,
+    "ram": _Rule(_is_limit, "give a number of GB above 0, or None"),
+    "grace_s": _Rule(_is_duration, "give a number of seconds, at least 0"),
 }
-"""The values that a field accepts, as a function and in words.
-
-Other fields are checked where they are used.
-"""
 
 
 def resolve_device(device: str, launcher: str | None, n_gpus: int | None) -> Device:
@@ -300,14 +322,18 @@ def world_of(platform: PlatformFields) -> World | None:
     RANK=0 and WORLD_SIZE=1 alone are no torchrun: pods and notebooks have such variables. If the
     platform has more ranks than this process, they start here.
     """
-    if platform.launcher not in (None, "env") or (world := find_world()) is None:
+    if platform.launcher not in (None, "env"):
         return None
-    if platform.launcher is None and world.world_size == 1:
-        wants_more = platform.world_size > 1
-        if world.has_launcher:
-            return None if wants_more and not platform.leaves_counts_open else world
-        return None if wants_more or world.master_port is None else world
-    return world
+    world = find_world()
+    if world is None or platform.launcher == "env" or world.world_size > 1:
+        return world
+    # Of a world of one rank, the user may not know
+    wants_more = platform.world_size > 1
+    if world.has_launcher:
+        must_start_here = wants_more and not platform.leaves_counts_open
+    else:
+        must_start_here = wants_more or world.master_port is None
+    return None if must_start_here else world
 
 
 def _starts_here(platform: PlatformFields) -> bool:
@@ -340,21 +366,28 @@ def _numbers_of(device_ids: Any) -> tuple[int, ...]:
 
 def _check_ranks(platform: PlatformFields) -> None:
     """Check that the ranks of `ipc_groups` and `print_ranks` exist."""
-    groups, shown, size = platform.ipc_groups, platform.print_ranks, platform.world_size
+    size = platform.world_size
     world = world_of(platform)
     if world is not None and platform.leaves_counts_open:
         size = world.world_size
-    if groups is not None and (
-        isinstance(groups, str)
-        or not all(
-            isinstance(group, Sequence) and group and all(isinstance(rank, int) for rank in group)
-            for group in groups
-        )
-    ):
+    if platform.ipc_groups is not None:
+        _check_groups(platform.ipc_groups, size)
+    shown = platform.print_ranks
+    if shown is None:
+        return
+    are_ranks = not isinstance(shown, (str, int)) and set(shown) <= set(range(size))
+    if not are_ranks:
+        allowed = f"give None, or global ranks from 0 to {size - 1}, such as (0,)"
+        _refuse("print_ranks", shown, allowed)
+
+
+def _check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
+    """Check that groups have ranks of a world of this size, and each rank once at most."""
+    if isinstance(groups, str) or not all(map(_is_group, groups)):
         _refuse(
             "ipc_groups", groups, "give None, [] or lists of global ranks, such as [[0, 1], [2, 3]]"
         )
-    ranks = list(chain.from_iterable(groups or ()))
+    ranks = list(chain.from_iterable(groups))
     if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
         _refuse(
             "ipc_groups",
@@ -367,12 +400,11 @@ def _check_ranks(platform: PlatformFields) -> None:
             groups,
             f"rank {missing[0]} does not exist: give ranks from 0 to {size - 1}",
         )
-    if shown is not None and (isinstance(shown, (str, int)) or not set(shown) <= set(range(size))):
-        _refuse(
-            "print_ranks",
-            shown,
-            f"give None, or global ranks from 0 to {size - 1}, such as (0,)",
-        )
+
+
+def _is_group(group: Any) -> bool:
+    has_ranks = isinstance(group, Sequence) and len(group) > 0
+    return has_ranks and all(isinstance(rank, int) for rank in group)
 
 
 def _check_device_ids(platform: PlatformFields) -> None:
@@ -388,27 +420,33 @@ def _check_device_ids(platform: PlatformFields) -> None:
             "its cores",
         )
     if not _starts_here(platform):
-        started_by = platform.launcher
-        cure = "leave device_ids out: the cluster gives each rank a device"
-        if platform.launcher not in _ELSEWHERE:
-            world = world_of(platform)
-            started_by = "env" if world is None else world.name
-            chosen = variables_for(Device(platform.device), _numbers_of(given))
-            setting = "".join(f", and set {name}={value}" for name, value in chosen.items())
-            cure = f"leave device_ids out{setting} for the launcher"
-        _refuse("device_ids", given, f"ranks are started by {started_by}: {cure}")
+        _refuse_device_ids_elsewhere(platform)
     there = visible(Device(platform.device))
     numbers = _numbers_of(given)
     if not numbers or not all(0 <= each < there for each in numbers):
         allowed = "0" if there == 1 else f"from 0 to {there - 1}"
         _refuse("device_ids", given, f"give a list of numbers of visible devices, {allowed}")
-    if (platform.n_gpus or 0) > len(set(numbers)):
+    different = len(set(numbers))
+    if (platform.n_gpus or 0) > different:
         _refuse(
             "n_gpus",
             platform.n_gpus,
-            f"device_ids={given!r} names {len(set(numbers))} different devices: give at most as "
-            "many ranks",
+            f"device_ids={given!r} names {different} different devices: give at most as many ranks",
         )
+
+
+def _refuse_device_ids_elsewhere(platform: PlatformFields) -> NoReturn:
+    """Refuse `device_ids`, because another program starts the ranks, and chooses their devices."""
+    started_by = platform.launcher
+    cure = "leave device_ids out: the cluster gives each rank a device"
+    if platform.launcher not in _ELSEWHERE:
+        world = world_of(platform)
+        started_by = "env" if world is None else world.name
+        numbers = _numbers_of(platform.device_ids)
+        chosen = variables_for(Device(platform.device), numbers)
+        setting = "".join(f", and set {name}={value}" for name, value in chosen.items())
+        cure = f"leave device_ids out{setting} for the launcher"
+    _refuse("device_ids", platform.device_ids, f"ranks are started by {started_by}: {cure}")
 
 
 def _check_visible(platform: PlatformFields, given: str) -> None:
@@ -419,38 +457,41 @@ def _check_visible(platform: PlatformFields, given: str) -> None:
     # Counting devices does not initialize CUDA: ranks are forked from another process, but the
     # script may fork too
     kind, n_gpus = Device(platform.device), platform.n_gpus
-    if kind is Device.CPU and n_gpus is not None:
-        _refuse(
-            "n_gpus",
-            n_gpus,
-            f"device={given!r} uses no GPUs: leave n_gpus out, and set n_cpus to the rank count",
-        )
     if kind is Device.CPU:
+        if n_gpus is not None:
+            cure = "leave n_gpus out, and set n_cpus to the rank count"
+            _refuse("n_gpus", n_gpus, f"device={given!r} uses no GPUs: {cure}")
         return
-    there = visible(kind)
     if not _starts_here(platform):
         if platform.launcher in _ELSEWHERE and n_gpus is None:
             _refuse(
                 "n_gpus",
                 None,
-                (
-                    "this machine cannot count the accelerators of a cluster node: give a number "
-                    "per node"
-                ),
+                "this machine cannot count the accelerators of a cluster node: give a number per "
+                "node",
             )
-    elif there == 0:
-        cure = "" if n_gpus is None else ", with n_cpus as the number of ranks instead of n_gpus"
-        local = "--local " if platform.launcher == "local" else ""
-        cure = f"give device='cpu'{cure} (parawrap run: {local}--device cpu --n 2)"
-        name = kind.value
-        if kind is Device.NEURON:
-            name = "NeuronCore"
-            cure = f"set PARAWRAP_NEURON_RUNTIME=host to emulate some, or {cure}"
-        _refuse("device", given, f"this machine has no visible {name}: {cure}")
-    elif (n_gpus or 0) > there:
+        return
+    there = visible(kind)
+    if there == 0:
+        _refuse_missing_device(platform, kind, given)
+    if (n_gpus or 0) > there:
         more = " on all nodes together" if platform.launcher == "local" else ""
         _refuse(
             "n_gpus",
             n_gpus,
             f"{there} {'is' if there == 1 else 'are'} visible here: give at most {there}{more}",
         )
+
+
+def _refuse_missing_device(platform: PlatformFields, kind: Device, given: str) -> NoReturn:
+    """Refuse a device that this machine does not have, and say how to run without it."""
+    counts = ""
+    if platform.n_gpus is not None:
+        counts = ", with n_cpus as the number of ranks instead of n_gpus"
+    local = "--local " if platform.launcher == "local" else ""
+    name = kind.value
+    cure = f"give device='cpu'{counts} (parawrap run: {local}--device cpu --n 2)"
+    if kind is Device.NEURON:
+        name = "NeuronCore"
+        cure = f"set PARAWRAP_NEURON_RUNTIME=host to emulate some, or {cure}"
+    _refuse("device", given, f"this machine has no visible {name}: {cure}")
