@@ -443,7 +443,8 @@ def _refuse_device_ids_elsewhere(platform: PlatformFields) -> NoReturn:
         world = world_of(platform)
         started_by = "env" if world is None else world.name
         numbers = _numbers_of(platform.device_ids)
-        chosen = variables_for(Device(platform.device), numbers)
+        are_numbers = bool(numbers) and min(numbers) >= 0
+        chosen = variables_for(Device(platform.device), numbers) if are_numbers else {}
         setting = "".join(f", and set {name}={value}" for name, value in chosen.items())
         cure = f"leave device_ids out{setting} for the launcher"
     _refuse("device_ids", platform.device_ids, f"ranks are started by {started_by}: {cure}")

@@ -202,6 +202,9 @@ def test_torchrun_gives_the_devices(monkeypatch):
         PlatformError, match=r"started by torchrun: .* set CUDA_VISIBLE_DEVICES=2,3"
     ):
         on_gpus(device_ids=[2, 3])
+    for no_devices in [], [-1]:
+        with pytest.raises(PlatformError, match="started by torchrun: leave device_ids out for"):
+            on_gpus(device_ids=no_devices)
     assert on_gpus(n_gpus=2).world_size == 2
 
 
