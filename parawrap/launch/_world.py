@@ -108,31 +108,34 @@ def find_world(environ: Mapping[str, str] = os.environ) -> World | None:
         return None
     for table in _TABLES:
         rank, world_size = environ.get(table.global_rank, ""), environ.get(table.world_size, "")
-        is_given = rank.isdecimal() and world_size.isdecimal()
-        if is_given and (table.name == "torchrun" or int(world_size) > 1):
-            return _world(table, environ)
+        if not (rank.isdecimal() and world_size.isdecimal()):
+            continue
+        # A world of one rank of srun or mpirun may be the script or the shell that launches
+        if table.name == "torchrun" or int(world_size) > 1:
+            return _read_world(table, environ)
     return None
 
 
-def _world(table: _LauncherVariables, environ: Mapping[str, str]) -> World:
+def _read_world(table: _LauncherVariables, environ: Mapping[str, str]) -> World:
     rank, world_size = int(environ[table.global_rank]), int(environ[table.world_size])
-    node = None if table.node is None else _number(environ, table.node, 0)
-    per_node = 1 if world_size == 1 else _ranks_on(node or 0, environ.get(table.local_size, ""))
-    one_machine = per_node == world_size
+    known_node = None if table.node is None else _number(environ, table.node, 0)
+    per_node: int | None = 1
+    if world_size > 1:
+        per_node = _ranks_on(known_node or 0, environ.get(table.local_size, ""))
+    master_addr = environ.get("MASTER_ADDR") or _first_host(environ)
+    if not master_addr and per_node == world_size:
+        master_addr = "127.0.0.1"
+    restarts_of_job = _number(environ, "SLURM_RESTART_COUNT", 0)
     return World(
         name=table.name,
         variable=f"{table.world_size}={world_size}",
         global_rank=rank,
         local_rank=_number(environ, table.local_rank, rank),
-        node=rank // (per_node or world_size) if node is None else node,
+        node=rank // (per_node or world_size) if known_node is None else known_node,
         world_size=world_size,
         ranks_per_node=per_node or 0,
-        restart=_number(
-            environ, "TORCHELASTIC_RESTART_COUNT", _number(environ, "SLURM_RESTART_COUNT", 0)
-        ),
-        master_addr=environ.get("MASTER_ADDR")
-        or _first_host(environ)
-        or ("127.0.0.1" if one_machine else None),
+        restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", restarts_of_job),
+        master_addr=master_addr,
         master_port=_number(environ, "MASTER_PORT", 0) or _common_port(table, environ),
         hosts_store=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         has_launcher=world_size > 1 or "TORCHELASTIC_RUN_ID" in environ,
@@ -149,12 +152,13 @@ def _ranks_on(node: int, counts: str) -> int | None:
 
     ``2(x3),1`` in Slurm means two on each of three nodes and one on the fourth.
     """
-    each: list[int] = []
+    by_node: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
-        each += [int(count)] * int(times or 1)
-    if node < len(each):
-        return each[node]
-    return each[0] if each else None
+        by_node += [int(count)] * int(times or 1)
+    if node < len(by_node):
+        return by_node[node]
+    # Other launchers give one number, which holds for all nodes
+    return by_node[0] if by_node else None
 
 
 def _first_host(environ: Mapping[str, str]) -> str | None:
@@ -163,11 +167,18 @@ def _first_host(environ: Mapping[str, str]) -> str | None:
     ``rack[0-1]node[07-09,12],other`` begins with rack0node07.
     """
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    # Up to a comma that is not within brackets
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group()) if first else None
+    if first is None:
+        return None
+    # Of each pair of brackets, the first number
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group())
 
 
 def _common_port(table: _LauncherVariables, environ: Mapping[str, str]) -> int | None:
     """Derive a port from the job's identifier, so that all ranks choose the same one."""
     job = "/".join(environ.get(name, "") for name in table.job)
-    return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job.strip("/") else None
+    if not job.strip("/"):
+        return None
+    # Not `hash`, which differs between processes
+    return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]

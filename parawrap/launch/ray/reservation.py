@@ -15,7 +15,7 @@ from parawrap.launch._devices import Device
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch.ray import _node_actor
 
-_POLL_S = 0.2  # short against the seconds in which Ray starts an actor
+_POLL_S = 0.2  # short against the start of an actor, which takes seconds
 _ANSWER_S = 5.0  # a head node in the same network answers in milliseconds
 _GB = 1 << 30  # bytes
 _ACTOR_THREADS = 4  # one waits for the end of the actor
@@ -25,7 +25,8 @@ _JOINING = threading.Lock()  # ray.init raises if another thread has called it
 def _join_cluster() -> Any:
     """Return the ray module, once this process has joined a cluster.
 
-    It is the one that it has joined already, that of RAY_ADDRESS, or one on this machine.
+    The cluster is that of `ray.init`, if the process has called it. Otherwise it is the cluster of
+    RAY_ADDRESS, or one on this machine.
     """
     try:
         ray: Any = importlib.import_module("ray")
@@ -52,8 +53,9 @@ def _join(ray: Any) -> None:
     address = os.environ.get("RAY_ADDRESS", "auto")
     host, _, port = address.rpartition(":")
     try:
-        # Ray itself would retry for minutes
-        if host and port.isdecimal() and "/" not in host:
+        # Ray itself would retry for minutes. Other forms, such as ray://, are left to Ray
+        is_host_and_port = bool(host) and port.isdecimal() and "/" not in host
+        if is_host_and_port:
             socket.create_connection((host, int(port)), _ANSWER_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
@@ -106,7 +108,7 @@ class Reservation:
         return self.is_done(self._ready)
 
     def is_done(self, reference: Any) -> bool:
-        """Wait a moment for the value of a reference. Return True if it is there.
+        """Wait a moment for the value of a reference. Return True if it is ready.
 
         Raises:
             LaunchError: If Ray was shut down.
@@ -123,21 +125,23 @@ class Reservation:
         Ray starts it as soon as the launch has the resources.
         """
         threads = int(self._bundle["CPU"] // self._platform.ranks_per_node)
-        return (
-            _actor_class(self.ray).options(max_restarts=0, **self._options(node, 1)).remote(threads)
-        )
+        options = self._options(node, parts=1)
+        # The launch restarts its ranks itself, all of them together
+        return _actor_class(self.ray).options(max_restarts=0, **options).remote(threads)
 
     def options_of_rank(self, rank: int) -> dict[str, Any]:
         """Return the options of an actor that takes the share of a rank, on its node."""
-        return self._options(rank // self._platform.ranks_per_node, self._platform.ranks_per_node)
+        ranks_per_node = self._platform.ranks_per_node
+        return self._options(rank // ranks_per_node, parts=ranks_per_node)
 
-    def _options(self, node: int, parts: int) -> dict[str, Any]:
+    def _options(self, node: int, *, parts: int) -> dict[str, Any]:
         """Return the options of an actor that takes one of equal parts of the share of a node."""
+        memory = self._bundle.get("memory")
         strategies = self.ray.util.scheduling_strategies
         return {
             "num_cpus": self._bundle["CPU"] // parts,
             "num_gpus": self._bundle.get("GPU", 0) // parts,
-            "memory": int(self._bundle["memory"] // parts) if "memory" in self._bundle else None,
+            "memory": None if memory is None else int(memory // parts),
             "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=node
             ),
@@ -152,31 +156,29 @@ class Reservation:
     def _check_size(self) -> None:
         """Check the size of the cluster: Ray would wait forever for what no node has."""
         nodes = [node for node in self.ray.nodes() if node["Alive"]]
-        shares = [{name: node["Resources"].get(name, 0) for name in self._bundle} for node in nodes]
-        fitting = [
-            share
-            for share in shares
-            if all(share[name] >= amount for name, amount in self._bundle.items())
-        ]
-        if len(fitting) >= self._platform.n_nodes:
+        fitting = 0
+        found = []
+        for node in nodes:
+            resources = {name: node["Resources"].get(name, 0) for name in self._bundle}
+            found.append(f"{node['NodeManagerHostname']} has {_describe(resources)}")
+            if all(resources[name] >= amount for name, amount in self._bundle.items()):
+                fitting += 1
+        if fitting >= self._platform.n_nodes:
             return
         wanted = f"{self._platform.n_nodes} node(s) with {_describe(self._bundle)} each"
-        hosts = [node["NodeManagerHostname"] for node in nodes]
-        found = "; ".join(
-            f"{host} has {_describe(share)}" for host, share in zip(hosts, shares, strict=True)
-        )
         msg = (
-            f"the platform needs {wanted}, but only {len(fitting)} of the Ray cluster's nodes have "
-            f"that: {found}. launcher='local' starts the ranks on this machine"
+            f"the platform needs {wanted}, but only {fitting} of the Ray cluster's nodes have "
+            f"that: {'; '.join(found)}. launcher='local' starts the ranks on this machine"
         )
         raise LaunchError(msg)
 
 
 def _describe(resources: dict[str, float]) -> str:
-    in_words = {"memory": f"{resources.get('memory', 0) / _GB:.1f} GB of memory"}
-    return ", ".join(
-        in_words.get(name) or f"{amount:g} {name}" for name, amount in resources.items()
-    )
+    described = []
+    for name, amount in resources.items():
+        is_memory = name == "memory"  # Ray counts it in bytes
+        described.append(f"{amount / _GB:.1f} GB of memory" if is_memory else f"{amount:g} {name}")
+    return ", ".join(described)
 
 
 @cache
