@@ -66,7 +66,7 @@ class RankSetUp:
         # No driver has read the variables yet: the server that forked this process uses no device.
         # Unlike the variables of a rank, they hold for programs that the function starts
         os.environ.update(self.device_variables)
-        # A torch device is chosen by its index
+        # Other devices are chosen by their index, see `set_up`
         if selects_cores(Device(platform.device)):
             take_core(place.local_rank)
         n_cores = usable_cores()
@@ -95,13 +95,12 @@ class RankSetUp:
         # Models of the old groups would take data of collectives that the ranks have not ended
         break_links()
         leave_groups()
-        store = dist.PrefixStore(
-            f"{self.place.restart}/{generation}", self.store.open(rank.world_size)
-        )
+        # The prefix keeps these groups apart from earlier ones: the store of torch forgets no key
+        prefix = f"{self.place.restart}/{generation}"
+        store = dist.PrefixStore(prefix, self.store.open(rank.world_size))
         groups = groups_of(self.platform, is_on_one_machine=self.place.is_on_one_machine)
-        become(
-            replace(rank, group=groups.join(store, rank.global_rank, rank.world_size, rank.device))
-        )
+        group = groups.join(store, rank.global_rank, rank.world_size, rank.device)
+        become(replace(rank, group=group))
 
     def _variables(self) -> dict[str, str]:
         """Return the environment variables that torchrun sets, because libraries read them."""
@@ -125,9 +124,9 @@ class RankSetUp:
 
 def groups_of(platform: PlatformFields, *, is_on_one_machine: bool) -> Groups:
     """Return the process groups that a platform describes."""
-    timeout = (
-        None if platform.ipc_timeout_min is None else timedelta(minutes=platform.ipc_timeout_min)
-    )
+    timeout = None  # of torch
+    if platform.ipc_timeout_min is not None:
+        timeout = timedelta(minutes=platform.ipc_timeout_min)
     return Groups(
         platform.process_group_backend, platform.ipc_groups or (), timeout, is_on_one_machine
     )
@@ -194,10 +193,10 @@ def _interface_to(host: str) -> str | None:
             probe.connect((host, _ANY_PORT))
         own = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])  # `struct ifreq` begins with the name
             with contextlib.suppress(OSError):  # it has no address
-                if (
-                    fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24]
-                    == own
-                ):
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+                address = answer[20:24]  # of the `sockaddr_in` behind it
+                if address == own:
                     return name
     return None

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -145,17 +145,18 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
     has_own_groups = job.platform.requires_ipc and not dist.is_initialized()
     try:
         # Before the function: ranks that make different calls would wait for each other in it
-        calls, seeds = zip(
-            *meeting.gather(((meeting.number, job.name), torch.initial_seed())), strict=True
-        )
+        calls = meeting.gather(_CallOfRank(meeting.number, job.name, torch.initial_seed()))
         _check_calls(calls)
-        block = _call(job, world, meeting, seeds[0], meeting.store() if has_own_groups else None)
-        blocks = meeting.gather(block, leave_groups if has_own_groups else None)
-        return None if None in blocks else RankResults(map(unpack, blocks))
+        store = meeting.store() if has_own_groups else None
+        value = _call(job, world, meeting, calls[0].seed, store)
+        values = meeting.gather(value, leave_groups if has_own_groups else None)
+        if None in values:  # a rank requests a restart, and all ranks make it
+            return None
+        return RankResults(map(unpack, values))
     except BaseException as error:  # noqa: BLE001 (raised by the handle)
         meeting.leave()
         if has_own_groups:
-            # the traceback refers to the groups, whose connections thus stay, and other ranks wait
+            # Other ranks wait for this one, and the traceback keeps the groups alive
             break_links()
         if is_echo(error):
             # An exit now may come before the launcher of the world has noticed the rank that died,
@@ -168,20 +169,25 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
             sys.excepthook = hook
 
 
-def _check_calls(calls: Sequence[tuple[int, str]]) -> None:
-    """Raise LaunchError if the ranks make different calls.
+class _CallOfRank(NamedTuple):
+    """A call that a rank is about to make: its number, its function, and the seed of the script."""
 
-    A call is its number and the name of its function.
-    """
-    other = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
-    if other is not None:
-        (first, name), (second, other_name) = calls[0], calls[other]
-        msg = (
-            f"the ranks of this world make different calls: rank 0 calls {name} as its call "
-            f"{first}, and rank {other} {other_name} as its call {second}. All ranks must make "
-            "the same calls in the same order"
-        )
-        raise LaunchError(msg)
+    number: int
+    name: str
+    seed: int
+
+
+def _check_calls(calls: Sequence[_CallOfRank]) -> None:
+    """Raise LaunchError if the ranks make different calls."""
+    first = calls[0]
+    for rank, call in enumerate(calls):
+        if (call.number, call.name) != (first.number, first.name):
+            msg = (
+                f"the ranks of this world make different calls: rank 0 calls {first.name} as its "
+                f"call {first.number}, and rank {rank} {call.name} as its call {call.number}. All "
+                "ranks must make the same calls in the same order"
+            )
+            raise LaunchError(msg)
 
 
 def _call(
@@ -282,13 +288,8 @@ class _Meeting:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world_size)]
         try:
             if self._group is None:
-                store = dist.PrefixStore(
-                    f"{self._prefix}/meeting/{next(self._generations)}", self._store
-                )
-                store.set_timeout(NO_LIMIT)
-                self._group = dist.ProcessGroupGloo(
-                    store, self._rank, self._world_size, timeout=NO_LIMIT
-                )
+                self._group = self._make_group()
+            # Two steps, because gloo gathers tensors of one size
             work = self._group.allgather([sizes], [torch.tensor([len(data)])])
             if while_waiting is not None:
                 until = time.monotonic() + LINGER_S
@@ -298,9 +299,8 @@ class _Meeting:
             work.wait()
             longest = max(int(size) for size in sizes)
             parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self._world_size)]
-            self._group.allgather(
-                [parts], [torch.nn.functional.pad(data, (0, longest - len(data)))]
-            ).wait()
+            padded = torch.nn.functional.pad(data, (0, longest - len(data)))
+            self._group.allgather([parts], [padded]).wait()
         except RuntimeError as error:
             # The store raises it, or a connection to another rank
             msg = (
@@ -312,6 +312,13 @@ class _Meeting:
             pickle.loads(part[: int(size)].numpy().tobytes())
             for part, size in zip(parts, sizes, strict=True)
         ]
+
+    def _make_group(self) -> Any:
+        """Join a new group of all ranks. Its store has no keys of an earlier one."""
+        store = dist.PrefixStore(f"{self._prefix}/meeting/{next(self._generations)}", self._store)
+        # A rank may compute for days before it makes the next call
+        store.set_timeout(NO_LIMIT)
+        return dist.ProcessGroupGloo(store, self._rank, self._world_size, timeout=NO_LIMIT)
 
     def leave(self) -> None:
         """Leave the group. Ranks that wait for this one raise an error."""

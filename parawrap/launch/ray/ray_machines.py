@@ -29,7 +29,7 @@ from parawrap.processes.fork_server import Connections
 from parawrap.processes.process_groups import LOOPBACK, open_tcp_store
 from parawrap.processes.settings import Settings
 
-_TOKEN_BYTES = 32
+_TOKEN_BYTES = 32  # 256 bits cannot be guessed
 _HELLO_BYTES = _TOKEN_BYTES + 5  # the token, the rank, and the kind of connection
 _ARRIVAL_S = 60.0  # for a connection to arrive; a guess that no test has contradicted
 _POLL_S = 0.2  # between two looks whether the launch was cancelled
@@ -62,7 +62,7 @@ class RayMachines(Machines):
         nodes: list[_Node] = []
         try:
             for number in range(platform.n_nodes):
-                # not a comprehension: those before an error are closed
+                # Not a comprehension: after an error, the actors before it are closed
                 nodes.append(_Node(reservation, number))  # noqa: PERF401
             for node in nodes:
                 if not node.await_start(is_cancelled):
@@ -159,12 +159,13 @@ class _ActorStarter:
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._listener = socket.create_server((host, 0), backlog=CONNECTIONS * platform.world_size)
         self._listener.setblocking(False)
-        # Connections, and what they have said so far
+        # New connections, and the bytes that each has sent
         self._hellos: dict[socket.socket, bytes] = {}
+        # By rank, and by kind in the order of `Connections`
         self._arrived: dict[int, dict[int, socket.socket]] = {}
-        # Copies, to end the connections of a lost node
+        # Copies, by rank, to end the connections of a lost node
         self._status: dict[int, socket.socket] = {}
-        self._is_closed = False
+        self._is_closed = False  # before the actors end, so that their end is no loss
 
     def __enter__(self) -> Self:
         for node in self._nodes:
@@ -195,19 +196,17 @@ class _ActorStarter:
                 )
                 raise LaunchError(msg)
             self._accept(_POLL_S)
-        status, data, control, *streams = (
-            each for _, each in sorted(self._arrived.pop(rank).items())
-        )
+        by_kind = self._arrived.pop(rank)
+        status, data, control, *streams = [by_kind[kind] for kind in range(CONNECTIONS)]
         self._status[rank] = status.dup()
-        return Connections(
-            place, data, control, status.detach(), tuple(each.detach() for each in streams)
-        )
+        outputs = tuple(each.detach() for each in streams)
+        return Connections(place, data, control, status.detach(), outputs)
 
     def _accept(self, wait_s: float) -> None:
         """Wait for connections for at most this time, and read what they say.
 
-        A connection counts once it has said its token. Others, such as those of a port scanner,
-        hold up nobody.
+        A connection counts once it has sent the token. Other connections, such as those of a port
+        scanner, delay no rank.
         """
         poll = select.poll()
         waiting = {each.fileno(): each for each in (self._listener, *self._hellos)}
@@ -227,21 +226,24 @@ class _ActorStarter:
 
         Close it if the token is wrong.
         """
-        said = self._hellos[connection]
-        data = b""
+        hello = self._hellos[connection]
+        data = b""  # also at the end of the connection
         with contextlib.suppress(OSError):
-            data = connection.recv(_HELLO_BYTES - len(said))
-        said = self._hellos[connection] = said + data
-        if data and len(said) < _HELLO_BYTES:
+            data = connection.recv(_HELLO_BYTES - len(hello))
+        hello += data
+        if data and len(hello) < _HELLO_BYTES:
+            self._hellos[connection] = hello
             return
         del self._hellos[connection]
-        if not (data and hmac.compare_digest(said[:_TOKEN_BYTES], self._token)):
+        # Its time does not depend on the bytes, which would help to guess the token
+        has_token = hmac.compare_digest(hello[:_TOKEN_BYTES], self._token)
+        if not (data and has_token):
             connection.close()
             return
         connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        rank = int.from_bytes(said[_TOKEN_BYTES:-1], "little")
-        self._arrived.setdefault(rank, {})[said[-1]] = connection
+        rank, kind = int.from_bytes(hello[_TOKEN_BYTES:-1], "little"), hello[-1]
+        self._arrived.setdefault(rank, {})[kind] = connection
 
     def _await_end(self, node: _Node) -> None:
         """End the connections of the ranks of a node that Ray has lost.
