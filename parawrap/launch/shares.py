@@ -57,7 +57,8 @@ def share_out(platform: PlatformFields, launches: int) -> list[Share]:
     number = len(platforms)
     count = max(1, usable_cores() // number)
     pinned: list[tuple[int, ...]] = [()] * number
-    if platform.device == Device.CPU and hasattr(os, "sched_setaffinity"):
+    can_pin = hasattr(os, "sched_setaffinity")  # not on macOS
+    if platform.device == Device.CPU and can_pin:
         pinned = _divide(_cores_by_place(), number)
     return [
         Share(each, CoreShare(count, cores)) for each, cores in zip(platforms, pinned, strict=True)
@@ -73,8 +74,10 @@ def _share_devices(platform: PlatformFields) -> list[tuple[int, ...]]:
     if platform.device_ids is not None:
         left = list(platform.device_ids)
     shares = []
-    while len(set(left)) >= platform.ranks_per_node:
-        share = tuple(dict.fromkeys(left))[: platform.ranks_per_node]
+    size = platform.ranks_per_node
+    while len(set(left)) >= size:
+        different = dict.fromkeys(left)  # in order, unlike a set
+        share = tuple(different)[:size]
         for device in share:
             left.remove(device)
         shares.append(share)
@@ -102,10 +105,12 @@ def _cores_by_place() -> list[int]:
 
 def _place_of(core: int) -> tuple[int, int, int]:
     try:
-        package, number = (
-            int(Path(_TOPOLOGY.format(core, name)).read_text())
-            for name in ("physical_package_id", "core_id")
-        )
+        package = _read_topology(core, "physical_package_id")
+        number = _read_topology(core, "core_id")
     except (OSError, ValueError):  # a container without /sys, or an architecture without packages
         return 0, core, core
     return package, number, core
+
+
+def _read_topology(core: int, name: str) -> int:
+    return int(Path(_TOPOLOGY.format(core, name)).read_text())

@@ -103,41 +103,48 @@ def submit(
         LaunchError: If submitit or Slurm is missing, or Slurm refuses the job.
     """
     submitit = _import_submitit()
-    needed = ("sbatch", "srun", "scontrol", "scancel")
-    if missing := [name for name in needed if shutil.which(name) is None]:
-        msg = (
-            f"{missing[0]} is not installed here: launch from a login node of a Slurm cluster, or "
-            "set launcher='local' to start the ranks here"
-        )
-        raise LaunchError(msg)
+    for command in ("sbatch", "srun", "scontrol", "scancel"):
+        if shutil.which(command) is None:
+            msg = (
+                f"{command} is not installed here: launch from a login node of a Slurm cluster, or "
+                "set launcher='local' to start the ranks here"
+            )
+            raise LaunchError(msg)
     parameters = _parameters(platform, folders[0])
+    options = parameters["additional_parameters"]
     if len(folders) > 1:
-        log = parameters["additional_parameters"]
-        log |= {name: log[name].replace("%j", "%A_%a") for name in ("output", "error")}
+        for name in ("output", "error"):
+            # The numbers of the array and of its element, in place of the number of the job
+            options[name] = options[name].replace("%j", "%A_%a")
         parameters["array_parallelism"] = max_parallel or len(folders)
-    given = {name for name, value in parameters.items() if value is not None}
-    given |= parameters["additional_parameters"].keys()
+    given = {name for name, value in parameters.items() if value is not None} | options.keys()
     executor = submitit.SlurmExecutor(folders[0].submitit, python=PYTHON)
     executor.update_parameters(**parameters)
     try:
         with _without_options_in_environment(given), executor.batch():
             jobs = [executor.submit(run_rank, str(folder.path), plan) for folder in folders]
     except submitit.core.utils.FailedJobError as error:
-        lines = str(error).splitlines()
-        reasons = [line.partition("error: ")[2] or line for line in lines]
-        msg = (
-            f"Slurm refused the job: {'; '.join(reasons)}. It requested {platform.n_nodes} node(s) "
-            f"with {platform.ranks_per_node} rank(s) each, partition={platform.partition!r}, "
-            f"ram={platform.ram!r}; sinfo shows the cluster's resources. launcher='local' starts "
-            "the ranks on this machine"
-        )
-        if len(folders) > 1:
-            msg += (
-                f". The job is an array of {len(folders)}; 'scontrol show config' shows the limit, "
-                "MaxArraySize"
-            )
-        raise LaunchError(msg) from error
+        raise LaunchError(_describe_refusal(error, platform, len(folders))) from error
     return [str(job.job_id) for job in jobs]
+
+
+def _describe_refusal(error: Exception, platform: PlatformFields, jobs: int) -> str:
+    """Return the message for a job that sbatch did not accept, from what it wrote."""
+    reasons = []
+    for line in str(error).splitlines():
+        reason = line.partition("error: ")[2]
+        reasons.append(reason or line)
+    msg = (
+        f"Slurm refused the job: {'; '.join(reasons)}. It requested {platform.n_nodes} node(s) "
+        f"with {platform.ranks_per_node} rank(s) each, partition={platform.partition!r}, "
+        f"ram={platform.ram!r}; sinfo shows the cluster's resources. launcher='local' starts "
+        "the ranks on this machine"
+    )
+    if jobs > 1:
+        msg += (
+            f". The job is an array of {jobs}; 'scontrol show config' shows the limit, MaxArraySize"
+        )
+    return msg
 
 
 @contextlib.contextmanager
@@ -153,13 +160,13 @@ def _without_options_in_environment(given: AbstractSet[str]) -> Iterator[None]:
     # submitit starts sbatch with the environment of this process, so only this process can hide
     # them. Other threads miss the variables until sbatch has answered.
     with _changing:
-        hidden = {
-            name: os.environ.pop(name) for name in list(os.environ) if _is_hidden(name, given)
-        }
+        hidden = {name: value for name, value in os.environ.items() if _is_hidden(name, given)}
         try:
+            for name in hidden:
+                os.environ.pop(name, None)
             yield
         finally:
-            os.environ |= hidden
+            os.environ |= hidden  # also those that Ctrl-C has left
 
 
 def _is_hidden(name: str, given: AbstractSet[str]) -> bool:
@@ -189,7 +196,9 @@ def _parameters(platform: PlatformFields, folder: Folder) -> dict[str, Any]:
     Raises:
         PlatformError: If a value would end its line of the script.
     """
-    limit = platform.timeout_min
+    limit_min = platform.timeout_min
+    if limit_min is not None:
+        limit_min = math.ceil(limit_min + platform.grace_s / 60 + _SLACK_MIN)
     has_gpus = platform.device == Device.GPU
     cpus = 1 if platform.device == Device.CPU else platform.n_cpus
     own, options = _split_additional(platform.slurm_additional_parameters or {})
@@ -216,7 +225,7 @@ def _parameters(platform: PlatformFields, folder: Folder) -> dict[str, Any]:
         "cpus_per_task": cpus,
         "gpus_per_node": platform.n_gpus if has_gpus else None,
         "mem": None if platform.ram is None else f"{math.ceil(1024 * platform.ram)}M",
-        "time": None if limit is None else math.ceil(limit + platform.grace_s / 60 + _SLACK_MIN),
+        "time": limit_min,
         "wckey": None,
         **own,
         "additional_parameters": {"output": log, "error": log, "signal": signal} | options,
@@ -237,15 +246,20 @@ def _split_additional(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     named = {name.removeprefix("slurm_").replace("-", "_"): value for name, value in given.items()}
     nested = named.pop("additional_parameters", {})
     named |= {name.replace("-", "_"): value for name, value in nested.items()}
-    for name in named:
+    own: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for name, value in named.items():
         if name in _REFUSED:
             msg = (
                 f"slurm_additional_parameters={dict(given)!r}: leave {name} out, as n_nodes, "
                 "n_cpus, and n_gpus set the tasks, and parawrap reads their output"
             )
             raise PlatformError(msg)
-    own = {name: value for name, value in named.items() if name in _OWN}
-    return own, {name.replace("_", "-"): value for name, value in named.items() if name not in _OWN}
+        if name in _OWN:
+            own[name] = value
+        else:
+            options[name.replace("_", "-")] = value
+    return own, options
 
 
 def _refuse_line_breaks(platform: PlatformFields, options: Mapping[str, Any]) -> None:
