@@ -164,8 +164,6 @@ def _neuron_cores() -> list[int]:
     if not emulated and not any(Path("/dev").glob("neuron*")):
         return []
     given = read_core_numbers()
-    return (
-        list(range(EMULATED_CORES if emulated else count_listed_cores()))
-        if given is None
-        else given
-    )
+    if given is not None:
+        return given
+    return list(range(EMULATED_CORES if emulated else count_listed_cores()))

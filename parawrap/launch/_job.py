@@ -111,9 +111,9 @@ def check_signature(
         signature.bind(*args, **kwargs)
     except TypeError as error:
         msg = f"{getattr(function, '__name__', function)}() {error}"
-        if next(iter(signature.parameters), "") == "cls" and not isinstance(
-            next(iter(args), type), type
-        ):
+        takes_class = next(iter(signature.parameters), "") == "cls"
+        has_class = not args or isinstance(args[0], type)
+        if takes_class and not has_class:
             msg += (
                 ". Since Python 3.13, write @wrapper(...) above @classmethod to use submit, map, "
                 "dry_run, and inline"

@@ -319,8 +319,8 @@ def _check_launcher(platform: PlatformFields) -> None:
 def world_of(platform: PlatformFields) -> World | None:
     """Return the world of this process if its processes become the ranks of the platform.
 
-    RANK=0 and WORLD_SIZE=1 alone are no torchrun: pods and notebooks have such variables. If the
-    platform has more ranks than this process, they start here.
+    RANK=0 and WORLD_SIZE=1 alone do not mean torchrun: pods and notebooks have such variables. If
+    the platform has more ranks than this process, they start here.
     """
     if platform.launcher not in (None, "env"):
         return None

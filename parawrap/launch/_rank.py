@@ -135,7 +135,7 @@ def current_rank() -> Rank:
 
 
 def find_rank() -> Rank | None:
-    """Return the rank of this process; None if it is no rank.
+    """Return the rank of this process; None if it is not a rank.
 
     A child of multiprocessing, such as a loader worker, has the rank of its parent, without the
     process group.

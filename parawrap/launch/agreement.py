@@ -132,11 +132,14 @@ class Agreement:
         # The file system may fail for a moment, and the launch may have removed its folder. Neither
         # may end the thread that the agreement needs.
         with contextlib.suppress(OSError):
-            if self._rank == 0 and (number := self._requests.last()) > self._answered_stacks:
-                store.set(_STACKS, f"{number}")
-            if (
-                store.check([_STACKS])
-                and (number := int(store.get(_STACKS))) > self._answered_stacks
-            ):
+            if self._rank == 0:
+                last = self._requests.last()
+                if last > self._answered_stacks:
+                    store.set(_STACKS, f"{last}")
+            # A `get` of a missing key would wait for it
+            if not store.check([_STACKS]):
+                return
+            number = int(store.get(_STACKS))
+            if number > self._answered_stacks:
                 self._requests.answer(number, stacks())
                 self._answered_stacks = number

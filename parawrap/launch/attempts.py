@@ -139,13 +139,16 @@ class Attempts(PoolRun):
                     return replace(ending, history=self._history)
                 if self._is_cancelled:
                     return replace(ending, cancelled=True)
-                failures += not goes_on
+                if not goes_on:
+                    failures += 1
                 summary = summary_of_attempt(ending, is_preempted=is_preempted)
                 self._history.append(f"attempt {restart} {summary}")
                 restart += 1
                 _log.warning(
                     "%s: %s; its ranks start again (restart %d)",
-                    *(self.job.name, self._history[-1], restart),
+                    self.job.name,
+                    self._history[-1],
+                    restart,
                 )
         except LaunchError:
             # Starting ranks ends with an error too if the launch is cancelled meanwhile
@@ -187,33 +190,33 @@ def may_restart(ending: Ending, platform: PlatformFields, failures: int) -> bool
 
 def wants_more(ending: Ending, *, is_preempted: bool) -> bool:
     """True if ranks requested a restart, or were ended as they were late after a preemption."""
-    failed = first_failure(ending.outcomes)
-    if ending.has_given_up or (
-        failed is not None and not (is_preempted and counts_as_echo(ending.outcomes[failed]))
-    ):
+    if ending.has_given_up:
         return False
-    outcomes = ending.outcomes.values()
-    return any(
-        isinstance(each, Requeued) or (is_preempted and isinstance(each, Ended))
-        for each in outcomes
-    )
+    failed = first_failure(ending.outcomes)
+    if failed is not None:
+        # The end of a rank that is late breaks its connections to other ranks
+        is_consequence = is_preempted and counts_as_echo(ending.outcomes[failed])
+        if not is_consequence:
+            return False
+    wanted = (Requeued, Ended) if is_preempted else (Requeued,)
+    return any(isinstance(each, wanted) for each in ending.outcomes.values())
 
 
 def summary_of_attempt(ending: Ending, *, is_preempted: bool) -> str:
     """Describe how an attempt ended."""
     failed = first_failure(ending.outcomes)
-    if failed is None:
-        late = [str(rank) for rank, each in ending.outcomes.items() if isinstance(each, Ended)]
-        if not is_preempted:
-            return "requested a restart"
-        if not late:
-            return "was preempted"
-        return (
-            f"was preempted, and {'ranks' if late[1:] else 'rank'} {', '.join(late)} did not call "
-            "requeue() within grace_s: what the function should save then may be missing"
-        )
-    outcome = ending.outcomes[failed]
-    assert isinstance(outcome, (Raised, Died))
+    if failed is not None:
+        outcome = ending.outcomes[failed]
+        assert isinstance(outcome, (Raised, Died))
+        verb = "raised " if isinstance(outcome, Raised) else ""  # other summaries have one
+        return f"failed: rank {failed} {verb}{outcome.summary}"
+    if not is_preempted:
+        return "requested a restart"
+    late = [str(rank) for rank, each in ending.outcomes.items() if isinstance(each, Ended)]
+    if not late:
+        return "was preempted"
+    ranks = "rank" if len(late) == 1 else "ranks"
     return (
-        f"failed: rank {failed} {'raised ' if isinstance(outcome, Raised) else ''}{outcome.summary}"
+        f"was preempted, and {ranks} {', '.join(late)} did not call requeue() within grace_s: what "
+        "the function should save then may be missing"
     )

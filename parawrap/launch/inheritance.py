@@ -1,4 +1,4 @@
-"""What the children of a rank find, and what they do not.
+"""The rank and its variables, as the children of a rank find them.
 
 | child of a rank | finds the rank, and its variables |
 |---|---|

@@ -91,7 +91,7 @@ def _lone_group(platform: PlatformFields) -> Iterator[dist.ProcessGroup | None]:
         return
     # init_process_group replaces the hook and does not restore it
     hook = sys.excepthook
-    # In memory: a group of one rank meets nobody, so it needs neither a port nor a file
+    # In memory: a group of one rank needs neither a port nor a file
     dist.init_process_group(
         platform.process_group_backend, store=dist.HashStore(), rank=0, world_size=1
     )

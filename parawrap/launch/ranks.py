@@ -143,8 +143,7 @@ class Ranks:
         size = len(self)
         if not -size <= rank < size:
             del self  # as in `__call__`
-            msg = f"rank={rank}: there are the ranks 0 to {size - 1}"
-            raise IndexError(msg)
+            raise _error_of_index(rank, size)
         return OneRank(self, rank % size)
 
     def __len__(self) -> int:
@@ -168,8 +167,7 @@ class Ranks:
         size = len(self)
         if not 0 <= rank < size:
             del self  # as in `__call__`
-            msg = f"rank={rank}: there are the ranks 0 to {size - 1}"
-            raise IndexError(msg)
+            raise _error_of_index(rank, size)
         return self._run.output.transcripts[rank].text()
 
     @property
@@ -262,6 +260,10 @@ class OneRank:
 
     def __repr__(self) -> str:
         return f"<rank {self._rank} of {self._ranks!r}>"
+
+
+def _error_of_index(rank: int, size: int) -> IndexError:
+    return IndexError(f"rank={rank}: there are the ranks 0 to {size - 1}")
 
 
 # -- a call. These functions get no handle: see `Ranks.__call__`

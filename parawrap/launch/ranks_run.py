@@ -72,7 +72,7 @@ class RanksCall(Run):
         super().__init__(job, output)
         self._ranks_run = ranks_run
         self.leaves_ranks_apart = False
-        # What the ranks have already is noted when the call is sent, not here: it may never be
+        # Globals that the ranks have are noted when the call is sent. It may never be
         self.packed = job.pack(ranks_run.script)
         if has_handle:
             self.packed.block.detach()
@@ -100,7 +100,7 @@ class RanksCall(Run):
         if not self.leaves_ranks_apart or not self._ranks_run.take_right_to_warn():
             return []
         regroups = isinstance(self.how, Ending) and self.how.regroups
-        return [_APART + _WRAP_AGAIN * regroups]
+        return [_APART + _WRAP_AGAIN if regroups else _APART]
 
     def wait_for_end(self) -> None:
         """Wait for the end, also if nothing is left that could report it."""
@@ -217,7 +217,8 @@ class RanksRun(PoolRun):
 
     def error_of_end(self, name: str) -> LaunchError:
         """Return the error of a call after the end of the ranks. It says how they have ended."""
-        died, text = None, "they were closed" if self.last is None else "they were cancelled"
+        died: RankDiedError | None = None
+        text = "they were closed" if self.last is None else "they were cancelled"
         try:
             if isinstance(self.how, BaseException):
                 raise self.how
@@ -228,7 +229,8 @@ class RanksRun(PoolRun):
         except BaseException as error:  # noqa: BLE001 (described)
             message = getattr(error, "message", f"{type(error).__name__}: {error}")
             text = str(message).partition("\n")[0]
-            died = error if isinstance(error, RankDiedError) else None
+            if isinstance(error, RankDiedError):
+                died = error
         msg = (
             f"these ranks have ended, and cannot call {name}. Open new ones: "
             f"Platform(...).open(). How they ended: {text}"

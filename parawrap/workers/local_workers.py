@@ -262,7 +262,8 @@ class LocalWorker:
         self.stop(at_once=False)
         self._has_exited.wait(2 * _CLOSE_S)  # it is killed after the half
         died = self._end
-        if not isinstance(died, Died) or self._set_up is not None:
+        if self._set_up is not None or not isinstance(died, Died):
+            # The set-up failed, which explains the death, or the supervising thread did
             how = getattr(self._set_up or died, "summary", died)
             return RankDiedError(f"{self._label} ended: {self._supervision.members.lost or how}")
         code = None if died.signal is not None else died.code

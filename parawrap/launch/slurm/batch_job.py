@@ -129,7 +129,7 @@ def submit(
 
 
 def _describe_refusal(error: Exception, platform: PlatformFields, jobs: int) -> str:
-    """Return the message for a job that sbatch did not accept, from what it wrote."""
+    """Return the message for a job that sbatch did not accept, with the lines of sbatch."""
     reasons = []
     for line in str(error).splitlines():
         reason = line.partition("error: ")[2]

@@ -213,7 +213,7 @@ class BatchRun(Run):
 
     def _take_output(self) -> None:
         """Add the new output of the tasks to the transcripts."""
-        # One listing instead of an attempt to open each file, most of which may not exist yet
+        # One listing is cheaper than an attempt to open each file. Most may not exist yet
         names = os.listdir(self._folder.submitit)  # noqa: PTH208 (names only)
         for transcript, files in zip(self._transcripts, self._files, strict=True):
             for stream, path in ((1, files.stdout), (2, files.stderr)):
