@@ -20,7 +20,7 @@ import torch
 
 from parawrap.backends import backend_of, device_of, warn_caller
 from parawrap.engine.apply import raise_first_failure
-from parawrap.engine.borrowed import WRITTEN_WHOLE, rules_of_entries
+from parawrap.engine.borrowed import WRITTEN_WHOLE, Borrowed, rules_of_entries
 from parawrap.engine.call import Entry, must_run_plainly
 from parawrap.engine.cut import Cutter, Shard, ShardPlan
 from parawrap.engine.join import join
@@ -132,17 +132,7 @@ class WorkerSession:
         device = self._output_device(flat.leaves)
         borrowed = plan.note_borrowed(flat, (args, kwargs), loans)
         if borrowed is not None:
-
-            def join_entries(values: Sequence[Any], place: Any, key: Any) -> Any:
-                rules = rules_of_entries(self.rules, place, key)
-                return join(values, plan.sizes, rules, device)
-
-            def join_outputs(shown: Sequence[Any]) -> Any:
-                return join(shown, plan.sizes, self.rules, device)
-
-            borrowed.join_changes(join_entries, device, outputs, join_outputs)
-            if self.rules.join != "list":
-                outputs = [*map(borrowed.mark_returned, outputs, range(len(outputs)))]
+            outputs = self._join_borrowed(borrowed, outputs, plan.sizes, device)
         finds = [partial(_find_object, shard.origins) for shard in shards]
         with without_autocast(self._backend.type):
             output = join(outputs, plan.sizes, self.rules, device, lambda: finds)
@@ -152,6 +142,26 @@ class WorkerSession:
         # Last: after an error above, the caller's containers are unchanged
         borrowed.enter()
         return borrowed.resolve(output)
+
+    def _join_borrowed(
+        self,
+        borrowed: Borrowed,
+        outputs: list[Any],
+        sizes: tuple[int, ...],
+        device: torch.device | None,
+    ) -> list[Any]:
+        """Join new entries of the caller's containers, and return outputs with marked arguments."""
+
+        def join_entries(values: Sequence[Any], place: Any, key: Any) -> Any:
+            return join(values, sizes, rules_of_entries(self.rules, place, key), device)
+
+        def join_outputs(shown: Sequence[Any]) -> Any:
+            return join(shown, sizes, self.rules, device)
+
+        borrowed.join_changes(join_entries, device, outputs, join_outputs)
+        if self.rules.join == "list":  # each output stays as its worker returned it
+            return outputs
+        return [*map(borrowed.mark_returned, outputs, range(len(outputs)))]
 
     def _apply(
         self, entry: Entry, form: Form, shards: Sequence[Shard], plan: ShardPlan
