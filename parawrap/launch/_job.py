@@ -110,6 +110,7 @@ def check_signature(
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
+        # The words of Python, with the name of the function
         msg = f"{getattr(function, '__name__', function)}() {error}"
         takes_class = next(iter(signature.parameters), "") == "cls"
         has_class = not args or isinstance(args[0], type)

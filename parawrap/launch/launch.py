@@ -41,8 +41,8 @@ class Launch(Generic[R]):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        # Unpickles the results once, so that all threads get the same objects. They belong to the
-        # callers from then on
+        # Held while the results are unpickled, once: all threads get the same objects. They belong
+        # to the callers from then on
         self._reading = threading.Lock()
         self._read: RankResults[R] | BaseException | None = None
 
@@ -75,7 +75,7 @@ class Launch(Generic[R]):
             )
             raise TimeoutError(msg)
         with self._reading:
-            if self._read is None:
+            if self._read is None:  # Ctrl-C below leaves it None: the next call reads them again
                 assert self._run.how is not None
                 self._read = self._read_results(self._run.how)
         if isinstance(self._read, BaseException):
@@ -92,8 +92,9 @@ class Launch(Generic[R]):
         try:
             return RankResults(values_of(self._run.job.name, how, range(size), size))
         except BaseException as error:
+            # Errors of ranks have notes. One without is a Ctrl-C in this thread, at this moment
             is_of_rank = bool(getattr(error, "__notes__", ()))
-            if isinstance(error, KeyboardInterrupt) and not is_of_rank:  # Ctrl-C here, and now
+            if isinstance(error, KeyboardInterrupt) and not is_of_rank:
                 raise
             for note in self._run.take_notes():
                 add_note(error, note)

@@ -121,11 +121,10 @@ class RayWorkers:
 
         Return the positions of such workers.
         """
-        waiting = {
-            worker.oldest: position
-            for position, worker in enumerate(workers)
-            if worker.oldest is not None
-        }
+        waiting = {}  # the positions of workers by the references of their next answers
+        for position, worker in enumerate(workers):
+            if worker.oldest is not None:
+                waiting[worker.oldest] = position
         if not self._ray.is_initialized():  # its actors are gone
             return list(waiting.values())
         if not waiting:
@@ -261,7 +260,8 @@ class Actor:
 
     def __init__(self, device: str, threads: int, seed: int, path: list[str]) -> None:
         # The driver's import path, for the modules of its model
-        sys.path[:0] = [each for each in path if each not in sys.path]
+        missing = [folder for folder in path if folder not in sys.path]
+        sys.path[:0] = missing
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
         self._server = ModelServer(torch.device(device))

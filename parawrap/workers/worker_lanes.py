@@ -179,7 +179,7 @@ class Request:
 
     def __init__(self, form: Form, packer: Packer | None = None) -> None:
         self.form = form
-        self.number = next(_request_numbers)  # comes back with the answers
+        self.number = next(_request_numbers)  # the answers have it too
         self.calls: list[WorkerCall] = []
         self.items: list[Any] = []
         self.packer = packer or Packer()

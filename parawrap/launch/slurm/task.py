@@ -60,7 +60,8 @@ from parawrap.processes.settings import Settings
 
 _ARRIVAL_S = 300.0  # importing torch from a busy network file system takes minutes
 _POLL_S = 0.05  # of ranks that wait for the address of rank 0 in the launch folder
-_SIGTERM_S = 1.0  # of Python code to SIGTERM
+# For Python code to react to SIGTERM. After that, the main thread is taken to wait in C code
+_SIGTERM_S = 1.0
 _REQUEUE_S = 60.0  # Slurm ends the tasks of a requeued job well before this
 _LAUNCHER_NOTICE_S = 2.0  # for srun to report the death that broke a connection
 _REQUEUED = "requeued"
@@ -95,15 +96,16 @@ class _Task:
         )
         self._file = Path(job.paths.result_pickle)
         self._number = job.job_id  # the function may change the environment
-        self._kept = contextlib.ExitStack()
+        self._kept = contextlib.ExitStack()  # never left: the process exits with all that it has
         # For messages between the ranks, not for process groups.
         self._store: dist.Store | None = None
-        self._is_ending = False
+        self._is_ending = False  # True once the handler of SIGTERM has run; it raises once
 
     def run(self) -> int:
         """Run the function, and write how it ended. Return the exit code."""
         self._file.unlink(missing_ok=True)  # of an earlier start
         outcome = self._call()
+        # An exception in the lines below would replace the outcome
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._write(outcome)
         if isinstance(outcome, Returned):
@@ -211,7 +213,7 @@ class _Task:
         faulthandler.register(signal.SIGTERM, stacks, chain=True)
         # Python writes the number of each signal here, also while the main thread runs C code.
         numbers, written = socket.socketpair()
-        written.setblocking(False)
+        written.setblocking(False)  # Python refuses others: a handler must not block
         signal.set_wakeup_fd(written.detach())
         os.register_at_fork(after_in_child=_forget_signals)
         threading.Thread(
@@ -296,7 +298,7 @@ class _Task:
             if store.add("ended", 1) == self._place.world_size:
                 store.set("all ended", "")
             try:
-                store.wait(["all ended"], timedelta(seconds=LINGER_S))
+                store.wait(["all ended"], timedelta(seconds=LINGER_S))  # most ranks end together
             except dist.DistStoreError:  # others may wait for this rank in a collective
                 break_links()
                 store.wait(["all ended"], NO_LIMIT)
