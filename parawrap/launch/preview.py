@@ -55,6 +55,7 @@ def preview(job: Job) -> str:
 
 
 def _plan_env(job: Job) -> _Plan:
+    # Imported here, like the other launchers: most programs need one of them
     from parawrap.launch.torchrun import fit_job, require_world
 
     world = require_world()
@@ -101,6 +102,7 @@ def _plan_local(job: Job) -> _Plan:
     return _Plan(platform, start, meeting)
 
 
+# By the names of launchers
 _PLANS = {"env": _plan_env, "ray": _plan_ray, "slurm": _plan_slurm, "local": _plan_local}
 
 

@@ -55,7 +55,7 @@ def share_out(platform: PlatformFields, launches: int) -> list[Share]:
         # None are left if a variable hides them now: the launches say what is missing
         platforms = platforms or [platform]
     number = len(platforms)
-    count = max(1, usable_cores() // number)
+    count = max(1, usable_cores() // number)  # with fewer cores than launches, they share them
     pinned: list[tuple[int, ...]] = [()] * number
     can_pin = hasattr(os, "sched_setaffinity")  # not on macOS
     if platform.device == Device.CPU and can_pin:
@@ -91,6 +91,7 @@ def _divide(cores: list[int], number: int) -> list[tuple[int, ...]]:
     """
     if len(cores) < number:
         return [()] * number
+    # Parts of nearly equal size: a remainder is spread over all of them
     ends = [len(cores) * each // number for each in range(number + 1)]
     return [tuple(cores[begin:end]) for begin, end in pairwise(ends)]
 

@@ -119,6 +119,7 @@ class SentModel:
 
     def is_ready(self) -> bool:
         """False while a parameter waits for its first call, which runs plainly."""
+        # Once all parameters have shapes, they keep them, and are not looked at again
         self._is_lazy = self._is_lazy and any(map(is_lazy, self.target.parameters()))
         return not self._is_lazy
 
@@ -186,7 +187,7 @@ class SentModel:
             cure = "Let each worker build its own model: parallel(build(load_model, ...), ...)"
             msg = f"{error}. {cure}"
             raise UnsendableError(msg) from error.__cause__
-        packed.detach()  # later messages send the same
+        packed.detach()  # later messages send the same bytes, also after the model has changed
         self._sent = []
         for code in sent:
             names: set[str] = set()

@@ -146,11 +146,12 @@ class ModelServer:
         An output is packed before the next call, which may write into it. If the model cannot be
         made, every call fails.
         """
-        packer = Packer(copied=math.inf if len(items) > 1 else 0)
+        has_next = len(items) > 1
+        packer = Packer(copied=math.inf if has_next else 0)
         try:
             if self._packed_model is not None:
                 self._make_model(unpack(self._packed_model))
-                self._packed_model = None
+                self._packed_model = None  # after an error it stays, and later calls fail too
             if form.prepare:  # empty if an earlier message has brought it
                 self._prepare = form.prepare
             modes, of_process = _unpack_modes(form.modes)
@@ -158,6 +159,7 @@ class ModelServer:
                 # The first write of the deterministic mode takes a second
                 if mode.read() != value:
                     mode.write(value)
+            # A context runs once at a time, and a call must not see variables of an earlier one
             modes = modes._replace(context=contextvars.copy_context())
             answers = modes.run(
                 lambda: [tuple(self._answer(form, item, block, packer)) for item in items],
@@ -223,6 +225,7 @@ class ModelServer:
             raise SessionError(msg)
         # The arguments that `prepare` computes stay in this process
         is_lent = not are_tensors and form.prepare is None
+        # Three ways to see writes: entries of containers, pickles of objects, versions of tensors
         loan = _lend_all((args, kwargs), given) if is_lent else NOTHING
         contents = PickledContents(given) if is_lent else None
         versions = [*map(_version_of, given)]
@@ -275,7 +278,7 @@ class ModelServer:
                 function = getattr(function, form.method)
             output = function(*args, **kwargs)
         except BaseException:
-            replica.is_dirty = True
+            replica.is_dirty = True  # forward may have stopped between two writes
             raise
         leaves = (output,) if type(output) is torch.Tensor else flatten(output)[0]
         if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
