@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 import pickle
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from typing import Any
 
 from parawrap.errors import LaunchError, SessionError
 from parawrap.processes.events import NEVER, Events
+from parawrap.processes.latch import Latch
 from parawrap.processes.members import Member, Members, RankStarter
 from parawrap.processes.outcomes import (
     Died,
@@ -160,10 +160,11 @@ class Pool:
         self._timed_out = ""  # the time limit that ended the ranks
         self._unanswered: set[int] = set()  # ranks that have not reported their steps
         self._stacks: dict[int, str] = {}  # of the ranks that ran a call at the last request
-        # Not a `Latch`: each request clears it first
-        self._has_stacks = threading.Event()
         self._unplaced: set[int] = set()  # ranks that have not answered where they are
-        self._has_places = threading.Event()
+        # One latch per request that waits for all answers. Ctrl-C in the thread that waits cannot
+        # leave a latch locked, as it could an event that all requests share
+        self._stack_requests: list[Latch] = []
+        self._place_requests: list[Latch] = []
         self.idle_deaths: dict[int, Outcome] = {}
         self.preempted = False
         self.owned: Callable[[list[Any], list[Any]], None] = lambda *_: None
@@ -189,9 +190,9 @@ class Pool:
 
         A rank that does not answer within a second has a text that says so.
         """
-        self._has_stacks.clear()
-        self.events.post(self._ask_for_stacks)
-        self._has_stacks.wait(_STACKS_S)
+        have_arrived = Latch()
+        self.events.post(partial(self._ask_for_stacks, have_arrived))
+        have_arrived.wait(_STACKS_S)
         return dict(self._stacks)
 
     def places(self) -> dict[int, str]:
@@ -199,9 +200,9 @@ class Pool:
 
         A rank that does not answer at once is named by its last known place, if there is one.
         """
-        self._has_places.clear()
-        self.events.post(self._ask_for_places)
-        self._has_places.wait(_PLACES_S)
+        have_arrived = Latch()
+        self.events.post(partial(self._ask_for_places, have_arrived))
+        have_arrived.wait(_PLACES_S)
         return {
             member.rank: "an unknown place" if member.looked is None else member.looked.place
             for member in self._running()
@@ -537,23 +538,26 @@ class Pool:
             member.asked.add(word)
             self._members.tell(member, word)
 
-    def _ask_for_stacks(self) -> None:
+    def _ask_for_stacks(self, have_arrived: Latch | None = None) -> None:
         """Ask each rank that runs a call for its stacks, unless a time limit has asked for them."""
+        if have_arrived is not None:
+            self._stack_requests.append(have_arrived)
         if not self._timed_out:
             self._stacks = {member.rank: _NO_ANSWER for member in self._running()}
             for member in self._running():
                 self._ask(member, "stacks")
         if not self._stacks:
-            self._has_stacks.set()
+            _set_all(self._stack_requests)
 
-    def _ask_for_places(self) -> None:
+    def _ask_for_places(self, have_arrived: Latch) -> None:
         """Ask each rank that runs a call where it is."""
+        self._place_requests.append(have_arrived)
         running = self._running()
         self._unplaced = {member.rank for member in running}
         for member in running:
             self._ask(member, "look")
         if not running:
-            self._has_places.set()
+            _set_all(self._place_requests)
 
     def _look(self) -> None:
         """Act on the last looks at ranks, and look again."""
@@ -652,11 +656,11 @@ class Pool:
             member.looked, member.looked_at = body, time.monotonic()
             self._unplaced.discard(member.rank)
             if not self._unplaced:
-                self._has_places.set()
+                _set_all(self._place_requests)
         elif word == "stacks":
             self._stacks[member.rank] = body
             if _NO_ANSWER not in self._stacks.values():
-                self._has_stacks.set()
+                _set_all(self._stack_requests)
                 if self._end_without_stacks in self._timers:
                     self.end()
         elif word == "answered":
@@ -686,3 +690,10 @@ class Pool:
         elif isinstance(outcome, Ended) and not (self.is_ending or call.halt is not None):
             outcome = Died(outcome.at, member.pid, -signal.SIGTERM)  # by a signal from outside
         self._settle(member, outcome)
+
+
+def _set_all(requests: list[Latch]) -> None:
+    """Let the threads go on that wait for the answers, and forget their requests."""
+    for have_arrived in requests:
+        have_arrived.set()
+    requests.clear()

@@ -19,7 +19,7 @@ from parawrap.processes.held_signals import HeldSignals
 from parawrap.processes.latch import Latch
 from tests.helpers.pools import processes
 from tests.helpers.processes import ranks
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 
 class AlarmError(BaseException):
@@ -192,6 +192,24 @@ def test_ranks_stay_after_any_interrupt(number, error, count):
 
         interrupted([check_large, check_work, check_one], number, error, count, 0.006)
         assert tuple(two(os.getpid)) == pids
+
+
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.01)
+    return os.getpid()
+
+
+@pytest.mark.usefixtures("no_gc_callbacks")
+@pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.long)])
+def test_stacks_arrive_after_any_interrupt(tmp_path, count):
+    """A request for stacks that is interrupted disturbs neither the call nor later requests."""
+    with ranks(2, ipc_groups=None).open() as two:
+        launch = two.submit(wait_for, tmp_path / "go")
+        interrupted([two.stacks], signal.SIGINT, KeyboardInterrupt, count, 0.006)
+        eventually(lambda: str(two.stacks()).count("in wait_for") == 2, "stacks of both ranks")
+        (tmp_path / "go").touch()
+        assert len(launch.results(PATIENCE_S)) == 2
 
 
 @pytest.mark.usefixtures("no_gc_callbacks")
