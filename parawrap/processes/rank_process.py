@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from parawrap._private_names import join_threads, run_exit_handlers
 from parawrap.errors import LaunchError, SessionError, add_note
+from parawrap.processes.latch import Latch
 from parawrap.processes.main_thread import MainThread, Status, place_of_main_thread, stacks
 from parawrap.processes.outcomes import (
     Ended,
@@ -304,7 +305,8 @@ class Control:
         self._running: int | None = None  # the number of the call
         self._halted = -1  # the number of the call to interrupt
         self._is_ending = False
-        self._has_handled_end = threading.Event()
+        # Not an event: a second SIGTERM within `set` would wait for the lock of the first for ever
+        self._has_handled_end = Latch()
         self._main_thread = MainThread()
 
     def start(self) -> None:
