@@ -11,8 +11,8 @@ How a call of ranks that stay runs::
 
     ranks(f, x)
      │
-     ├─ pack      the function if the ranks lack it, the globals that         script_globals.py
-     │            changed, the arguments                                      packing.py
+     ├─ pack      the function if the ranks lack it, the globals that         kept_functions.py
+     │            changed, the arguments                                      script_globals.py
      ├─ hold      Ctrl-C only wakes this thread until `finish`: no message    held_signals.py
      │            is half read
      ├─ begin     encode for every rank, then send: a limit of this           pool.py, wire.py
@@ -46,6 +46,7 @@ forks.py          | descriptors that processes which the user   | processes/test
                   | forks must not inherit                      |
 held_signals.py   | hold back Ctrl-C while a caller changes a   | processes/test_held_signals.py
                   | pool                                        |
+kept_functions.py | functions that ranks keep between calls     | processes/test_kept_functions.py
 latch.py          | an event that Ctrl-C cannot leave locked    | processes/test_held_signals.py
 main_thread.py    | where the main thread of a rank is, and how | processes/test_progress.py
                   | long it idles; stacks                       | launch/test_hangs.py
@@ -72,8 +73,7 @@ rank_process.py   | the process of a rank: main thread, control | processes/test
                   | thread, exit                                |
 refusals.py       | values that lose their meaning in another   | processes/test_unpicklable.py
                   | process: shards, fake tensors               |
-script_globals.py | globals of the script, and functions that   | processes/test_script_globals.py
-                  | ranks keep between calls                    | processes/test_kept_functions.py
+script_globals.py | globals of the script                       | processes/test_script_globals.py
 settings.py       | environment, folder, import path, and       | processes/test_settings.py
                   | settings of torch for ranks                 | launch/test_ranks.py
 shared_memory.py  | memory that processes share: files without  | processes/test_wire.py

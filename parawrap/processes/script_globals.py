@@ -22,11 +22,9 @@ import io
 import linecache
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +32,13 @@ import torch
 from parawrap._private_names import goes_by_name, id_of_class, names_in_code
 from parawrap.errors import LaunchError
 from parawrap.processes.definitions import is_generic
+from parawrap.processes.kept_functions import (
+    UNASSIGNED,
+    KeptCall,
+    KeptFunction,
+    KeptFunctions,
+    parts_of,
+)
 from parawrap.processes.packing import Packer, restore
 from parawrap.processes.pickling import (
     IdentityPickler,
@@ -65,9 +70,6 @@ _WRAPPERS = (
 )
 # their attributes
 _WRAPPED = ("func", "dispatcher", "args", "keywords", "__func__", "__self__", "fget", "fset")
-_LARGEST_KEPT = 4096  # bytes of a text in a closure of a function that is kept
-_MOST_FUNCTIONS = 32  # that ranks keep; a guess: a loop of training and evaluation calls a few
-_UNASSIGNED = types.CellType()  # equals the cell of a variable that is not assigned yet
 
 Name = tuple[str, str]
 """The key of a function's globals, and a name in them. The key of ``__main__`` is its name."""
@@ -80,18 +82,16 @@ class PackedCall(NamedTuple):
         item: A range of the block with all of the call; or the key of a function that the ranks
             keep, and the items of the arguments.
         block: The memory of the call.
-        new: The globals that come with it, with their values.
+        new: The globals that come with it.
         deleted: Globals that it deletes in the ranks.
-        key: The key of its function, if the ranks keep it.
-        function: The function and its parts, which the ranks are to keep under this key.
+        kept: Its function, if the ranks keep it or are to keep it.
     """
 
     item: Any
     block: Block
-    new: dict[Name, Any] = {}  # noqa: RUF012 (never written)
+    new: Mapping[Name, Sent] = {}
     deleted: Sequence[Name] = ()
-    key: int | None = None
-    function: tuple[Any, list[Any]] | None = None
+    kept: KeptFunction | None = None
 
     @property
     def is_news(self) -> bool:
@@ -99,66 +99,14 @@ class PackedCall(NamedTuple):
         return isinstance(self.item, range)
 
 
-class _KeptFunction(NamedTuple):
-    """A function that the ranks keep under a key, and the parts that it had when it was sent."""
+class Sent(NamedTuple):
+    """A global as it was sent, to notice a change."""
 
-    key: int
-    function: Any  # so that no other function gets its id
-    parts: list[Any]
+    value: Any
+    contents: _ContainerContents | _ModuleContents | None
 
 
-class _KeptFunctions:
-    """The functions that the ranks keep, so that a later call sends only its arguments.
-
-    Each gets a key of its own, also when it comes again: a call whose function has not arrived can
-    never find another.
-    """
-
-    def __init__(self) -> None:
-        self._keys = count()
-        # By the id of the function, which stays alive here
-        self._kept: dict[int, _KeptFunction] = {}
-        self._gone: list[int] = []  # keys that the ranks may forget, and have not been told
-
-    def key_of(self, function: Any, parts: list[Any]) -> int | None:
-        """Return the key of a function, if the ranks have it as it is now."""
-        kept = self._kept.get(id(function))
-        if kept is None or len(parts) != len(kept.parts) or not all(map(is_, parts, kept.parts)):
-            return None
-        return kept.key
-
-    def next_key(self) -> int:
-        """Return a key that no function has."""
-        return next(self._keys)
-
-    def gone_with(self, function: Any) -> list[int]:
-        """Return the keys that the ranks may forget if they get this function."""
-        if id(function) in self._kept:
-            return [*self._gone, self._kept[id(function)].key]
-        if len(self._kept) >= _MOST_FUNCTIONS:
-            oldest = next(iter(self._kept.values()))
-            return [*self._gone, oldest.key]
-        return [*self._gone]
-
-    def note(self, key: int, function: Any, parts: list[Any]) -> None:
-        """Note that the ranks get a function or have it already, and that it was called last."""
-        before = self._kept.pop(id(function), None)
-        if before is None and len(self._kept) >= _MOST_FUNCTIONS:
-            oldest = next(iter(self._kept))  # dicts keep the order of entry, here of the last calls
-            del self._kept[oldest]
-        if before is None or before.key != key:
-            self._gone.clear()  # a function that comes brings them
-        self._kept[id(function)] = _KeptFunction(key, function, parts)
-
-    def drop(self, function: Any) -> None:
-        """Forget a function that did not reach all ranks."""
-        if (before := self._kept.pop(id(function), None)) is not None:
-            self._gone.append(before.key)
-
-    def drop_all(self) -> None:
-        """Forget all functions: the ranks may have them otherwise than they would be sent now."""
-        self._gone += [kept.key for kept in self._kept.values()]
-        self._kept.clear()
+_NEVER_SENT = Sent(ABSENT, None)
 
 
 class SentScript:
@@ -173,10 +121,9 @@ class SentScript:
         self._imports = imports
         # by id; the dicts stay, so that ids are not reused
         self._spaces: dict[int, tuple[str, dict[str, Any]]] = {}
-        # the object, and the contents of a container
-        self._sent: dict[Name, tuple[Any, _ContainerContents | _ModuleContents | None]] = {}
-        self._owned: set[Name] = set()
-        self._kept = _KeptFunctions()
+        self._sent: dict[Name, Sent] = {}
+        self._owned: set[Name] = set()  # globals that functions of the ranks have assigned
+        self._kept = KeptFunctions()
         self._by_value = modules_of_user()
 
     def pack_call(
@@ -201,41 +148,56 @@ class SentScript:
             if value is ABSENT and name in self._sent and name not in self._owned
         ]
         new = {
-            name: (value, _contents_of(value))
+            name: Sent(value, _contents_of(value))
             for name, value in used
             if value is not ABSENT and self.must_send(name, value)
         }
-        parts = parts_of(function) if self._imports and not (bound_to or new or deleted) else None
-        key = None
-        if parts is not None:
-            key = self._kept.key_of(function, parts)
-            if key is not None:
-                packer = Packer()
-                items = packer.add(args, "args"), packer.add(kwargs, "kwargs")
-                # Others may have functions or classes of the script, which need its globals
-                if not any(isinstance(item, range) for item in items):
-                    return PackedCall((key, *items), packer, key=key, function=(function, parts))
-            key = self._kept.next_key()
-        places = {
-            f"the global {name!r}{'' if space == _MAIN else f' of {space}'}": (space, name)
-            for space, name in new
-        }
-        call = {
-            "places": places,
-            "deleted": deleted,
-            **{label: new[name][0] for label, name in places.items()},
-            "the function": function,
-            **({"the object": bound_to[0]} if bound_to else {}),
+        # A rank replays the call that brought a kept function, and its globals would be old then
+        can_be_kept = self._imports and not (bound_to or new or deleted)
+        parts = parts_of(function) if can_be_kept else None
+        if parts is None:
+            return self._pack_all(function, args, kwargs, bound_to, new, deleted, None)
+        kept = self._kept.find(function, parts)
+        if kept is not None:
+            packer = Packer()
+            items = packer.add(args, "args"), packer.add(kwargs, "kwargs")
+            # Others may have functions or classes of the script, which need its globals
+            if not any(isinstance(item, range) for item in items):
+                return PackedCall((kept.key, *items), packer, kept=kept)
+        kept = self._kept.make(function, parts)
+        return self._pack_all(function, args, kwargs, bound_to, new, deleted, kept)
+
+    def _pack_all(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        bound_to: tuple[Any, ...],
+        new: dict[Name, Sent],
+        deleted: list[Name],
+        kept: KeptFunction | None,
+    ) -> PackedCall:
+        """Pickle a call with its function. `new` gets the globals that the pickler finds."""
+        # An error message names the part that cannot be pickled by its key
+        places: dict[str, Name] = {}
+        call: dict[str, Any] = {"places": places, "deleted": deleted}
+        for (space, name), sent in new.items():
+            label = f"the global {name!r}" if space == _MAIN else f"the global {name!r} of {space}"
+            places[label] = (space, name)
+            call[label] = sent.value
+        call["the function"] = function
+        if bound_to:
+            call["the object"] = bound_to[0]
+        call |= {
             "args": args,
             "kwargs": kwargs,
-            "key": key,
-            "gone": self._kept.gone_with(function) if parts is not None else [],
+            "key": None if kept is None else kept.key,
+            "gone": [] if kept is None else self._kept.gone_with(function),
             "is_by_value": isinstance(function, types.FunctionType) and not goes_by_name(function),
-            "notes": _Notes(),
+            "notes": _Notes(),  # last, when the pickler has noticed everything
         }
         packed = pack(call, make_pickler=functools.partial(_CallPickler, self, new))
-        kept = None if parts is None else (function, parts)
-        return PackedCall(range(packed.size), packed, new, deleted, key, kept)
+        return PackedCall(range(packed.size), packed, new, deleted, kept)
 
     def note_sent(self, call: PackedCall) -> None:
         """Note that a call was sent, or waits for its turn. Later calls bring only what it lacks.
@@ -243,16 +205,16 @@ class SentScript:
         No signal handler may raise in between: the ranks would lack what was noted, or get it
         twice.
         """
-        if call.key is not None and call.function is not None:
-            self._kept.note(call.key, *call.function)
+        if call.kept is not None:
+            self._kept.note(call.kept)
         self._sent.update(call.new)
         for name in call.deleted:
             self._sent.pop(name, None)
 
     def forget(self, call: PackedCall) -> None:
         """Forget what has come with a call that did not reach all ranks: it is sent again."""
-        if call.function is not None:
-            self._kept.drop(call.function[0])
+        if call.kept is not None:
+            self._kept.drop(call.kept.function)
         for name in call.new:
             self._sent.pop(name, None)
 
@@ -278,6 +240,7 @@ class SentScript:
                 return _MAIN
             if self._imports and is_importable(name) and not is_among(name, self._by_value):
                 return _IMPORTED + name
+        # Dicts of `exec` may share a name, but no id: `_spaces` keeps them alive
         return f"{name} {id(globals_)}"
 
     def _follow_registrations(self) -> None:
@@ -289,20 +252,25 @@ class SentScript:
         if before == now:
             return
         self._by_value = now
+        # The key of a module's globals says how the module travels
         for identity, (_, globals_) in list(self._spaces.items()):
             self._spaces[identity] = (self._make_key(globals_), globals_)
-        for name, (value, _) in list(self._sent.items()):
-            modules = [_module_of(each) for each in _definitions_in(value)]
-            if any(is_among(each, before) != is_among(each, now) for each in modules):
-                del self._sent[name]
+        for name, sent in list(self._sent.items()):
+            for definition in _definitions_in(sent.value):
+                module = _module_of(definition)
+                if is_among(module, before) != is_among(module, now):
+                    del self._sent[name]
+                    break
         self._kept.drop_all()
 
     def must_send(self, name: Name, value: Any) -> bool:
         """True for a global that the ranks lack."""
         if name in self._owned or name[0].startswith(_IMPORTED):
             return False
-        sent, contents = self._sent.get(name, (ABSENT, None))
-        return sent is not value or (contents is not None and contents.differ_from(value))
+        sent = self._sent.get(name, _NEVER_SENT)
+        if sent.value is not value:
+            return True
+        return sent.contents is not None and sent.contents.differ_from(value)
 
     def _globals_used_by(self, function: Any) -> Iterator[tuple[Name, Any]]:
         """Yield the globals that a function uses, also through what travels by value with it.
@@ -324,9 +292,9 @@ class SentScript:
                     generic: Any = value
                     todo += [*generic.registry, *generic.registry.values(), generic.__wrapped__]
                     continue
-                todo += [
-                    cell.cell_contents for cell in value.__closure__ or () if cell != _UNASSIGNED
-                ]
+                for cell in value.__closure__ or ():
+                    if cell != UNASSIGNED:
+                        todo.append(cell.cell_contents)
                 todo += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
                 for name in names_in_code(value.__code__):
                     part = value.__globals__.get(name, ABSENT)
@@ -334,6 +302,7 @@ class SentScript:
                     todo.append(part)
             elif isinstance(value, type):
                 if not goes_by_name(value):
+                    # The metaclass may be one of the script too
                     todo += [*vars(value).values(), *value.__bases__, type(value)]
             elif isinstance(value, _WRAPPERS):
                 todo += [getattr(value, name, None) for name in _WRAPPED]
@@ -341,15 +310,16 @@ class SentScript:
                 if len(value) <= _MOST_SEARCHED:
                     todo += value.values() if isinstance(value, dict) else value
             elif isinstance(value, torch.nn.Module):
+                # Its classes alone: tensors use no globals, and a model may have thousands
                 todo += {type(module) for module in value.modules()}
             elif not isinstance(value, (types.ModuleType, *PLAIN)):
+                # Of an object only its class and its functions: a search of all attributes would
+                # take longer than the call
                 todo.append(type(value))
-                own = [*getattr(value, "__dict__", {}).items()]
-                todo += [
-                    part
-                    for name, part in own
-                    if name == "__wrapped__" or isinstance(part, types.FunctionType)
-                ]
+                own = getattr(value, "__dict__", {})
+                for name, part in [*own.items()]:  # a copy: other threads may change it
+                    if name == "__wrapped__" or isinstance(part, types.FunctionType):
+                        todo.append(part)
 
 
 class _ContainerContents:
@@ -362,8 +332,10 @@ class _ContainerContents:
 
     def differ_from(self, value: Any) -> bool:
         """True if the container has other contents now."""
-        if self._read is None or len(value) != self._length:
-            return len(value) != self._length
+        if len(value) != self._length:
+            return True
+        if self._read is None:  # too large to be compared
+            return False
         return bool(_ContainerContents(value)._read != self._read)
 
     def _read_contents(self, value: Any) -> Any:
@@ -372,7 +344,7 @@ class _ContainerContents:
             IdentityPickler(stream, self._met, types.ModuleType).dump(value)
         except Exception:  # noqa: BLE001 (classes may raise anything)
             parts = [*value, *value.values()] if isinstance(value, dict) else [*value]
-            self._met += parts
+            self._met += parts  # alive, as above
             return [*map(id, parts)]
         return stream.getvalue() if stream.tell() <= _LARGEST_COMPARED else None
 
@@ -409,6 +381,7 @@ class _ModuleContents:
 def _contents_of(value: Any) -> _ContainerContents | _ModuleContents | None:
     if isinstance(value, types.ModuleType):
         return None if goes_by_name(value) else _ModuleContents(value)
+    # Comparing the state of other objects would take as long as sending them: rule 3
     return _ContainerContents(value) if isinstance(value, _CONTAINERS) else None
 
 
@@ -429,8 +402,7 @@ def _definitions_in(value: Any) -> Iterator[Any]:
             if len(part) <= _MOST_SEARCHED:
                 todo += part.values() if isinstance(part, dict) else part
         else:
-            # that of a decorated function
-            todo.append(getattr(part, "__dict__", {}).get("__wrapped__"))
+            todo.append(getattr(part, "__dict__", {}).get("__wrapped__"))  # by functools.wraps
 
 
 def _module_of(definition: Any) -> str | None:
@@ -459,7 +431,7 @@ class _CallPickler(ValuePickler):
     """Pickles a call. Functions that travel by value refer to their globals in the rank."""
 
     def __init__(
-        self, script: SentScript, new: dict[Name, Any], stream: Any, buffers: list[memoryview]
+        self, script: SentScript, new: dict[Name, Sent], stream: Any, buffers: list[memoryview]
     ) -> None:
         super().__init__(stream, buffers)
         self._script = script
@@ -471,6 +443,7 @@ class _CallPickler(ValuePickler):
             return dict, (self._notes,)
         if isinstance(obj, types.FunctionType):
             space = self._script.space_of(obj.__globals__)
+            # cloudpickle would make a new dict for the globals, and finds this one by their id
             self.globals_ref.setdefault(id(obj.__globals__), _Globals(space=space))
         reduced = super().reducer_override(obj)
         if isinstance(obj, (type, types.FunctionType)) and reduced is not NotImplemented:
@@ -490,104 +463,20 @@ class _CallPickler(ValuePickler):
             if (space, name) in self._new or self._script.must_send((space, name), value)
         }
         for name, value in slots["__globals__"].items():
-            self._new[space, name] = value, _contents_of(value)
+            self._new[space, name] = Sent(value, _contents_of(value))
 
     def _note(self, obj: Any) -> None:
         name = obj.__qualname__
-        if (
-            obj.__module__ == _MAIN
-            and name.isidentifier()
-            and vars(sys.modules[_MAIN]).get(name, obj) is obj
-        ):
+        # Nested definitions have a dot in their names. Another object may have the name now
+        is_in_main = obj.__module__ == _MAIN and name.isidentifier()
+        if is_in_main and vars(sys.modules[_MAIN]).get(name, obj) is obj:
             self._notes["main"][name] = obj
         if isinstance(obj, types.FunctionType):
             file = obj.__code__.co_filename
-            if (
-                file not in self._notes["sources"]
-                and not Path(file).exists()
-                and (lines := linecache.getlines(file))
-            ):
-                self._notes["sources"][file] = lines
-
-
-# -- functions that stay in the ranks
-
-
-def parts_of(function: Any) -> list[Any] | None:
-    """Return the parts of a function that its pickle has. They are compared by identity.
-
-    None if the function is not kept: a part may change in place, such as a list in a closure.
-    """
-    if isinstance(function, types.BuiltinFunctionType):
-        is_of_module = function.__self__ is None or isinstance(function.__self__, types.ModuleType)
-        return [] if is_of_module else None
-    if type(function) is not types.FunctionType or function.__dict__:
-        return None
-    by_key = [part for pair in (function.__kwdefaults__ or {}).items() for part in pair]
-    values = [*(function.__defaults__ or ()), *by_key, *_contents_of_cells(function)]
-    if not all(type(each) in PLAIN for each in values):  # also a variable that is not assigned yet
-        return None
-    if any(isinstance(each, (str, bytes)) and len(each) > _LARGEST_KEPT for each in values):
-        return None
-    annotations = [part for pair in function.__annotations__.items() for part in pair]
-    if not all(isinstance(each, (*PLAIN, type)) for each in annotations):
-        return None
-    names = [function.__name__, function.__qualname__, function.__module__, function.__doc__]
-    is_in_main = vars(sys.modules[_MAIN]).get(function.__qualname__) is function
-    return [function.__code__, *names, *values, *annotations, is_in_main]
-
-
-def _contents_of_cells(function: Any) -> list[Any]:
-    """Return what the variables of a closure hold; `_UNASSIGNED` for those without a value."""
-    cells = function.__closure__ or ()
-    return [_UNASSIGNED if cell == _UNASSIGNED else cell.cell_contents for cell in cells]
-
-
-class _KeptCall:
-    """A call without arguments, whose function stays in the rank."""
-
-    def __init__(self, call: dict[str, Any]) -> None:
-        self._call = call
-        self._function = function = call["the function"]
-        if call["is_by_value"]:
-            self._cells = _contents_of_cells(function)
-            self._defaults = function.__defaults__
-            self._by_key = dict(function.__kwdefaults__ or {})
-            self._annotations = dict(function.__annotations__)
-            self._code = function.__code__
-            self._names = function.__name__, function.__qualname__, function.__module__
-            self._doc = function.__doc__
-
-    def call_with(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        """Return the call with its arguments, and a function in the state in which it was sent."""
-        function = self._copy() if self._call["is_by_value"] else self._look_up()
-        notes = self._call["notes"]
-        main = {
-            name: function if value is self._function else value
-            for name, value in notes["main"].items()
-        }
-        changed = {"the function": function, "args": args, "kwargs": kwargs}
-        return {**self._call, **changed, "notes": {**notes, "main": main}}
-
-    def _copy(self) -> Any:
-        """Return a new function: an earlier call may have kept the last one."""
-        closure = tuple(map(types.CellType, self._cells)) or None
-        name, qualname, module = self._names
-        globals_ = self._function.__globals__
-        function = types.FunctionType(self._code, globals_, name, self._defaults, closure)
-        function.__kwdefaults__ = dict(self._by_key) or None
-        function.__annotations__ = dict(self._annotations)
-        function.__qualname__, function.__module__ = qualname, module
-        function.__doc__ = self._doc
-        return function
-
-    def _look_up(self) -> Any:
-        """Return a function that the rank imports: a call may have put another one in its place."""
-        function = self._function
-        try:
-            return resolve_name(f"{function.__module__}:{function.__qualname__}")
-        except (ImportError, AttributeError, ValueError):  # such as that of a module without a name
-            return function
+            if file not in self._notes["sources"] and not Path(file).exists():
+                lines = linecache.getlines(file)
+                if lines:
+                    self._notes["sources"][file] = lines
 
 
 # -- in the rank
@@ -607,9 +496,9 @@ class ScriptOfRank:
     """The globals of functions that travelled by value to this rank."""
 
     def __init__(self) -> None:
-        self._received: dict[str, dict[str, Any]] = {}
-        self._owned: set[Name] = set()
-        self._kept: dict[int, _KeptCall] = {}
+        self._received: dict[str, dict[str, Any]] = {}  # the globals at the begin of the last call
+        self._owned: set[Name] = set()  # globals that functions of this rank have assigned
+        self._kept: dict[int, KeptCall] = {}
 
     def take(
         self, item: Any, block: memoryview
@@ -620,11 +509,11 @@ class ScriptOfRank:
             for gone in call["gone"]:
                 self._kept.pop(gone, None)
             if call["key"] is not None:
-                self._kept[call["key"]] = _KeptCall(call)
+                self._kept[call["key"]] = KeptCall(call)
         else:
             key, args, kwargs = item
             kept = self._kept.get(key)
-            if kept is None:
+            if kept is None:  # interrupts may stop a call before the rank unpickles it
                 msg = (
                     "the function of this call has not arrived: the call that brought it was "
                     "interrupted. Call it again"
@@ -638,14 +527,13 @@ class ScriptOfRank:
             _globals_of(space).pop(name, None)
         notes = call["notes"]
         main = vars(sys.modules[_MAIN])
-        main.update(
-            (name, value)
-            for name, value in notes["main"].items()
-            if (_MAIN, name) not in self._owned
-        )
-        linecache.cache.update(
-            (name, (0, None, lines, name)) for name, lines in notes["sources"].items()
-        )
+        for name, value in notes["main"].items():
+            if (_MAIN, name) not in self._owned:
+                main[name] = value
+        for name, lines in notes["sources"].items():
+            # Without a time of change, `linecache` does not look for the file
+            linecache.cache[name] = (0, None, lines, name)
+        # Classes that came by value are among those to which cloudpickle has given an identity
         received_classes.update(cls for cls in list(id_of_class) if cls not in received_classes)
         self._received = {space: dict(values) for space, values in self._all_spaces()}
         bound_to = [call["the object"]] if "the object" in call else []
@@ -657,11 +545,9 @@ class ScriptOfRank:
         for space, values in self._all_spaces():
             before = self._received.get(space, {})
             for name, value in list(values.items()):  # threads may change it
-                if (
-                    before.get(name, ABSENT) is not value
-                    and (space, name) not in self._owned
-                    and not name.startswith("__")
-                ):
+                is_unchanged = before.get(name, ABSENT) is value
+                is_own = name.startswith("__")  # of the module, such as `__builtins__`
+                if not (is_unchanged or is_own or (space, name) in self._owned):
                     assigned.append((space, name))
             deleted += [(space, name) for name in before if name not in values]
         self._owned.update(assigned)

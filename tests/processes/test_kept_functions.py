@@ -11,8 +11,9 @@ import weakref
 import pytest
 
 from parawrap import Platform
-from parawrap.processes import script_globals
-from parawrap.processes.script_globals import SentScript, parts_of
+from parawrap.processes import kept_functions
+from parawrap.processes.kept_functions import parts_of
+from parawrap.processes.script_globals import ScriptOfRank, SentScript
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +209,7 @@ def test_function_that_ranks_import(two):
 def test_versions_of_a_function_are_freed():
     """The ranks forget the last one when they get the next."""
     script = SentScript(imports=True)
-    rank = script_globals.ScriptOfRank()
+    rank = ScriptOfRank()
     function = made(0)
     for number in range(5):
         function.__defaults__ = (number,)
@@ -220,7 +221,7 @@ def test_versions_of_a_function_are_freed():
 
 def test_ranks_keep_a_bounded_number(two, monkeypatch):
     """The ranks keep a bounded number, and those that are dropped are sent again."""
-    monkeypatch.setattr(script_globals, "_MOST_FUNCTIONS", 4)
+    monkeypatch.setattr(kept_functions, "_MOST_FUNCTIONS", 4)
     functions = [made(number) for number in range(9)]
     for order in (range(9), range(8, -1, -1), [0, 1, 2, 0, 1, 2, 8, 0]):
         for number in order:
@@ -232,7 +233,7 @@ def test_dropped_function_is_freed():
     script = SentScript(imports=True)
     dropped = made(-1)
     alive = weakref.ref(dropped)
-    for function in (dropped, *(made(number) for number in range(script_globals._MOST_FUNCTIONS))):
+    for function in (dropped, *(made(number) for number in range(kept_functions._MOST_FUNCTIONS))):
         script.note_sent(script.pack_call(function, (), {}))
     del dropped, function
     gc.collect()
