@@ -42,7 +42,7 @@ events.py         | events that a pool waits for, in its own    | processes/test
                   | thread and in a caller's                    |
 fork_server.py    | the process that forks ranks; keepers,      | processes/test_fork_server.py
                   | which end leftover processes                | processes/test_supervision.py
-forks.py          | descriptors that processes which the user   | processes/test_supervision.py
+forks.py          | descriptors that processes which the user   | processes/test_forks.py
                   | forks must not inherit                      |
 held_signals.py   | hold back Ctrl-C while a caller changes a   | processes/test_held_signals.py
                   | pool                                        |

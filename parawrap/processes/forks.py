@@ -46,6 +46,7 @@ class _Handover:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # In this order: after the release, another thread may add its own
         self._in_transit.clear()
         self._lock.release()
 
@@ -67,6 +68,7 @@ class _Handover:
 handover = _Handover()
 """``with handover as files``: make descriptors, add those to close here to `files`, send, close."""
 
+# Weak, so that a connection which is dropped without `close` frees its descriptor as usual
 _closed_in_children: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
