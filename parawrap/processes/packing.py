@@ -20,7 +20,6 @@ import math
 import pickle
 import threading
 from collections.abc import Sequence
-from operator import add
 from typing import Any
 
 import torch
@@ -30,8 +29,10 @@ from parawrap.processes.refusals import reason_of_mode
 from parawrap.processes.shared_memory import ALIGNMENT, Block
 from parawrap.tree import flatten, unflatten
 
-_LARGEST_ITEM = 16 << 10  # bytes of a pickle that travels in the body of a message
+# Bytes of a pickle that travels in the body of a message: less than the 32 KiB of a small message
+_LARGEST_ITEM = 16 << 10
 _LARGEST_ELEMENT = 16  # bytes, of complex128
+# Both ends run the same version of parawrap, so the order may change
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -73,7 +74,7 @@ class Packer(Block):
         Raises:
             UnsendableError: If it cannot be pickled. `address` is its name in the message.
         """
-        size, before = self.size, len(self.parts)
+        size, n_parts = self.size, len(self.parts)
         try:
             if type(value) is torch.Tensor:
                 return self._add_tensor(value)
@@ -81,9 +82,10 @@ class Packer(Block):
                 return [self._add_tensor(each) for each in value]
             stream = PickleStream()
             _PlainPickler(stream, self).dump(value)
-        except (_NotPlainError, RecursionError):
+        except (_NotPlainError, RecursionError):  # the general pickler also reports the latter
+            # Without the tensors that the pickler had met before
             self.size = size
-            del self.parts[before:]
+            del self.parts[n_parts:]
             return self.add_packed(pack(_trim_tensors(value), address))
         length = sum(map(len, stream.pieces))
         if length <= _LARGEST_ITEM:
@@ -102,7 +104,9 @@ class Packer(Block):
 
     def _copies_of(self, parts: Sequence[Any]) -> Sequence[Any]:
         """Return parts that the caller cannot change, if they are to be copied at once."""
-        return [bytes(part) for part in parts] if self._copied else parts  # bytes are not copied
+        if not self._copied:
+            return parts
+        return [bytes(part) for part in parts]  # which copies no part that is bytes already
 
     def _add_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """Describe a tensor by its elements.
@@ -115,6 +119,7 @@ class Packer(Block):
         if not tensor.is_contiguous():
             stride = tensor.stride()
             length = tensor.element_size() * _span(shape, stride)
+        # An address, and no view by numpy: that refuses bfloat16
         memory = (_byte * length).from_address(tensor.data_ptr())
         start = self._align()
         if length > self._copied:
@@ -147,17 +152,19 @@ class _PlainPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if obj is _build:
             return NotImplemented  # pickled by its name
+        # Exact classes: a subclass may have a state of its own, and a sparse tensor has no storage
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided:
             raise _NotPlainError
         storage = obj.untyped_storage().data_ptr()
-        # tensors that share memory must share it in the other process
+        # Tensors that share memory must share it in the other process, which items do not
         if storage in self._storages:
             raise _NotPlainError
         self._storages.add(storage)
         return _build, self._packer._add_tensor(obj)
 
 
-_loading = threading.local()  # `block` of the message with the pickle that this thread loads
+# `block`, of the message whose pickle this thread loads: a pickle cannot refer to it
+_loading = threading.local()
 
 
 def restore(item: Any, block: memoryview) -> Any:
@@ -177,7 +184,7 @@ def restore(item: Any, block: memoryview) -> Any:
     try:
         return pickle.loads(block[item] if kind is slice else item)
     finally:
-        _loading.block = None
+        _loading.block = None  # else the last message would keep its memory
 
 
 def _build(*described: Any) -> torch.Tensor:
@@ -196,7 +203,7 @@ def _tensor(
     tensor = torch.frombuffer(block, dtype=_DTYPES[code], count=count, offset=offset)
     if stride is not None:
         return tensor.as_strided(shape, stride)
-    return tensor if len(shape) == 1 else tensor.view(shape)
+    return tensor if len(shape) == 1 else tensor.view(shape)  # it has one dimension already
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -210,9 +217,10 @@ def _is_described_by_elements(tensor: torch.Tensor) -> bool:
         tensor.layout is torch.strided
         and tensor.is_cpu
         and tensor.dtype in _CODES
-        and not (tensor.requires_grad or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and not (tensor.requires_grad or tensor.is_nested)
+        and not (tensor.is_conj() or tensor.is_neg())  # bits of a view: the memory has other values
         and not tensor.__dict__
-        and tensor.numel() > 0
+        and tensor.numel() > 0  # an empty one may have no memory, and `frombuffer` refuses it
     )
 
 
@@ -220,9 +228,10 @@ def _are_apart(values: tuple[Any, ...]) -> bool:
     """True for tensors that share no memory."""
     if any(type(each) is not torch.Tensor or each.layout is not torch.strided for each in values):
         return False
-    return len(values) == 1 or len({each.untyped_storage().data_ptr() for each in values}) == len(
-        values
-    )
+    if len(values) == 1:
+        return True
+    storages = {each.untyped_storage().data_ptr() for each in values}
+    return len(storages) == len(values)
 
 
 def _trim_tensors(value: Any) -> Any:
@@ -233,22 +242,40 @@ def _trim_tensors(value: Any) -> Any:
     if reason_of_mode() is not None:
         return value  # the pickler refuses its tensors
     leaves, spec = flatten(value)
-    groups: dict[int, list[torch.Tensor]] = {}
+    by_storage: dict[int, list[torch.Tensor]] = {}
     for leaf in leaves:
         if type(leaf) is not torch.Tensor or leaf.__dict__:
             continue
-        if _is_described_by_elements(leaf.detach()):
-            groups.setdefault(leaf.untyped_storage().data_ptr(), []).append(leaf)
+        if _is_described_by_elements(leaf.detach()):  # `requires_grad` does not matter here
+            by_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append(leaf)
     trimmed: dict[int, torch.Tensor] = {}
-    for tensors in groups.values():
-        starts = [int(each.storage_offset()) * each.element_size() for each in tensors]
-        lengths = [each.element_size() * _span(each.shape, each.stride()) for each in tensors]
-        first = min(starts) // _LARGEST_ELEMENT * _LARGEST_ELEMENT
-        storage = tensors[0].untyped_storage()[first : max(map(add, starts, lengths))]
-        if storage.nbytes() == tensors[0].untyped_storage().nbytes():
-            continue
-        for start, each in zip(starts, tensors, strict=True):
-            offset = (start - first) // each.element_size()
-            part = torch.empty(0, dtype=each.dtype).set_(storage, offset, each.shape, each.stride())
-            trimmed[id(each)] = part.requires_grad_(each.requires_grad)
-    return unflatten(spec, [trimmed.get(id(leaf), leaf) for leaf in leaves]) if trimmed else value
+    for tensors in by_storage.values():
+        trimmed |= _trim_storage(tensors)
+    if not trimmed:
+        return value
+    return unflatten(spec, [trimmed.get(id(leaf), leaf) for leaf in leaves])
+
+
+def _trim_storage(tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return tensors of one storage on the part of it that they use, by the id of the original.
+
+    The result is empty if they use all of it.
+    """
+    starts, ends = [], []  # in bytes
+    for tensor in tensors:
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        starts.append(start)
+        ends.append(start + tensor.element_size() * _span(tensor.shape, tensor.stride()))
+    whole = tensors[0].untyped_storage()
+    # Rounded down, so that the offset of each tensor is a number of elements of any dtype
+    first = min(starts) // _LARGEST_ELEMENT * _LARGEST_ELEMENT
+    used = whole[first : max(ends)]
+    if used.nbytes() == whole.nbytes():
+        return {}
+    trimmed: dict[int, torch.Tensor] = {}
+    for tensor, start in zip(tensors, starts, strict=True):
+        offset = (start - first) // tensor.element_size()
+        part = torch.empty(0, dtype=tensor.dtype)
+        part.set_(used, offset, tensor.shape, tensor.stride())
+        trimmed[id(tensor)] = part.requires_grad_(tensor.requires_grad)
+    return trimmed
