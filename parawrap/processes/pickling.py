@@ -34,7 +34,7 @@ from parawrap.processes.refusals import reason_of_mode, reason_to_refuse
 from parawrap.processes.shared_memory import ALIGNMENT, Block
 from parawrap.tree import PLAIN, TENSORS, is_dense
 
-_LENGTH = struct.Struct("<Q")
+_LENGTH = struct.Struct("<Q")  # 8 bytes: tensors may be larger than 4 GiB
 _MOST_STEPS = 5  # levels of nesting; deeper paths are useless in a message
 _MOST_REFUSED = 64  # parts that are searched for an address; a guess: it takes 0.1 s then
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
@@ -118,7 +118,7 @@ def unpack(block: memoryview | bytes) -> Any:
     lengths = struct.unpack_from(f"<{count}Q", memory, _LENGTH.size)
     contents, end = [], (1 + count) * _LENGTH.size
     for length in lengths:
-        start = end + -end % ALIGNMENT
+        start = end + -end % ALIGNMENT  # the next aligned place, as `_align` leaves it
         end = start + length
         contents.append(memory[start:end])
     return pickle.loads(contents[0], buffers=contents[1:])
@@ -136,16 +136,20 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._storages: dict[object, torch.UntypedStorage] = {}
 
     def reducer_override(self, obj: Any) -> Any:
+        # The order matters: the first branches are for values that the later ones handle wrongly
         if type(obj) is _CACHED and _goes_by_value(obj.__module__):
-            return _make_cached, (obj.__wrapped__, obj.cache_parameters())
+            return _make_cached, (obj.__wrapped__, obj.cache_parameters())  # with an empty cache
         if type(obj) in TENSORS and _is_described_by_memory(obj):
             return self._reduce_tensor(obj)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
             return _storage, (pickle.PickleBuffer(_bytes_of(obj)),)
         if (name := _name_of(obj)) is not None:
             return resolve_name, (name,)
-        if isinstance(obj, (type, types.FunctionType, types.ModuleType)):
-            _goes_by_value(obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__)
+        # For its registration, if other processes cannot import the module: cloudpickle reads it
+        if isinstance(obj, types.ModuleType):
+            _goes_by_value(obj.__name__)
+        elif isinstance(obj, (type, types.FunctionType)):
+            _goes_by_value(obj.__module__)
         if isinstance(obj, type) and obj in received_classes:
             return _class_sent_before, (id_of_class[obj], obj.__qualname__)
         if (reason := reason_to_refuse(obj)) is not None:
@@ -171,9 +175,10 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         torch.utils.hooks.warn_if_has_hooks(tensor)  # as torch does when it pickles
         here = tensor.detach().cpu()
         storage = here.untyped_storage()
-        # All empty storages have the address 0. Others may be two objects for one memory, as with
-        # torch.from_numpy.
-        memory = (storage.data_ptr(), storage.nbytes()) if storage.nbytes() else id(storage)
+        # Two storage objects may have one memory, as with torch.from_numpy. All empty ones have the
+        # address 0
+        is_empty = storage.nbytes() == 0
+        memory = id(storage) if is_empty else (storage.data_ptr(), storage.nbytes())
         storage = self._storages.setdefault(memory, storage)
         place = (here.storage_offset(), tuple(here.shape), here.stride())
         return _tensor, (type(tensor), storage, here.dtype, *place, tensor.requires_grad)
@@ -215,7 +220,8 @@ def _class_sent_before(identifier: str, name: str) -> type:
     return cls
 
 
-_checked: set[str] = set()  # names of modules
+# Names of modules. Any thread may add to it: at worst, two check one module
+_checked: set[str] = set()
 _unimportable: set[str] = set()  # those that parawrap has registered to go by value
 
 
@@ -258,16 +264,16 @@ def is_importable(name: str) -> bool:
     Modules that were loaded from a file may be elsewhere.
     """
     root = name.partition(".")[0]
-    own = getattr(getattr(sys.modules.get(root), "__spec__", None), "origin", None)
+    own_spec = getattr(sys.modules.get(root), "__spec__", None)
+    own_file = getattr(own_spec, "origin", None)
     for finder in sys.meta_path:
         try:
-            if (found := finder.find_spec(root, None)) is not None:
-                return (
-                    own is None
-                    or found.origin is None
-                    or found.origin == own
-                    or Path(found.origin).samefile(own)
-                )
+            found = finder.find_spec(root, None)
+            if found is None:
+                continue
+            if own_file is None or found.origin is None:  # such as a namespace package
+                return True
+            return found.origin == own_file or Path(found.origin).samefile(own_file)
         except Exception:  # noqa: BLE001 (finders may raise anything)
             continue
     return root in sys.builtin_module_names
@@ -322,15 +328,13 @@ def _tensor(
     if (reason := reason_of_mode()) is not None:
         raise pickle.UnpicklingError(reason)
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, stride)
-    return (
-        torch.nn.Parameter(tensor, requires_grad)
-        if cls is torch.nn.Parameter
-        else tensor.requires_grad_(requires_grad)
-    )
+    if cls is torch.nn.Parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
 
 
 def _storage(memory: Any) -> torch.UntypedStorage:
-    if len(memory) == 0:
+    if len(memory) == 0:  # `frombuffer` refuses it
         return torch.UntypedStorage(0)
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
@@ -374,16 +378,17 @@ def _reduce_exception(error: BaseException, *, replaces: bool) -> Any:
         state["name"] = error.name
     args = error.args
     if replaces:
-        made_from, args = tuple(map(_sendable, made_from)), tuple(map(_sendable, args))
+        made_from = tuple(map(_sendable, made_from))
+        args = tuple(map(_sendable, args))
         state = {name: _sendable(value) for name, value in state.items()}
     parts = args, state, error.__cause__
     return _new_exception, (type(error), base, made_from), parts, None, None, _set_exception_state
 
 
 def _sendable(value: Any) -> Any:
-    # which the pickler reduces in the same way
-    if _refusal(value) is None or isinstance(value, BaseException):
-        return value
+    """Return a part of an exception, or a description if it cannot be pickled."""
+    if isinstance(value, BaseException) or _refusal(value) is None:
+        return value  # the pickler reduces an exception in the same way as the outer one
     if type(value) in (list, tuple):  # such as the members of an ExceptionGroup
         return type(value)(map(_sendable, value))
     return safe_repr(value)
@@ -403,15 +408,17 @@ def _set_exception_state(
     args, state, cause = parts
     BaseException.args.__set__(error, args)  # type: ignore[attr-defined]
     for name, value in state.items():
-        object.__setattr__(error, name, value)
-    if cause is not None:
-        object.__setattr__(error, "__cause__", cause)  # also if the class is a frozen dataclass
+        object.__setattr__(error, name, value)  # also if the class is a frozen dataclass
+    if cause is not None:  # setting None would hide the context
+        object.__setattr__(error, "__cause__", cause)
 
 
 # -- the part of a value that cannot be pickled
 
 
 class _Unpicklable(NamedTuple):
+    """A part of a value, and the exception from pickling it."""
+
     address: str
     value: Any
     error: Exception
@@ -436,8 +443,10 @@ def _find_unpicklable(value: Any, address: str, error: Exception) -> _Unpicklabl
     """Return the innermost unpicklable part."""
     whole = _Unpicklable(address, value, error)
     dead_ends: list[_Unpicklable] = []
-    found = _descend(whole, _MOST_STEPS + (not address), {id(value): value}, dead_ends)
-    return found or dead_ends[0]
+    # Without an address, the first step leads to the parts that have names
+    steps = _MOST_STEPS if address else _MOST_STEPS + 1
+    found = _descend(whole, steps, {id(value): value}, dead_ends)
+    return found or dead_ends[0]  # the first is the innermost: each follows its parts
 
 
 def _descend(
@@ -486,11 +495,11 @@ def _parts(value: Any, address: str) -> Iterator[tuple[Any, str]]:
     elif isinstance(value, types.FunctionType):
         yield from _parts_of_function(value, address)
         return
-    elif isinstance(value, (functools.partial, types.MethodType)):
-        for name in (
-            ("func", "args", "keywords") if isinstance(value, functools.partial) else ("__self__",)
-        ):
+    elif isinstance(value, functools.partial):
+        for name in ("func", "args", "keywords"):
             yield getattr(value, name), f"{address}.{name}"
+    elif isinstance(value, types.MethodType):
+        yield value.__self__, f"{address}.__self__"
     elif isinstance(value, (staticmethod, classmethod)):
         yield value.__func__, address
         return
@@ -500,8 +509,9 @@ def _parts(value: Any, address: str) -> Iterator[tuple[Any, str]]:
         return
     elif isinstance(value, torch.nn.Module):
         for name, part in (*value.named_children(), *value.named_parameters(recurse=False)):
-            yield part, f"{address}[{name}]" if name.isdecimal() else f"{address}.{name}"
-    # an object that refuses to be pickled, whatever its attributes are
+            is_of_sequence = name.isdecimal()  # such as a child of Sequential
+            yield part, f"{address}[{name}]" if is_of_sequence else f"{address}.{name}"
+    # An object that refuses to be pickled does so whatever its attributes are: then this raises
     with contextlib.suppress(Exception):
         value.__reduce_ex__(5)
         for name, part in list(getattr(value, "__dict__", {}).items()):
