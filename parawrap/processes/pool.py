@@ -10,7 +10,8 @@ A launch is: start the ranks, make one call, close. Ranks that stay make any num
 set-up of the ranks is the first call, with number 0.
 
 Guarantee: after the first failure of a call, a time limit, or `cancel`, the call ends in bounded
-    time.
+time.
+
 Ranks that stay are waited for as long as they run C code that an exception cannot interrupt. After
 `close`, no process of the pool is alive.
 """
@@ -87,9 +88,8 @@ class Call:
     transcripts: Mapping[int, Transcript] = field(default_factory=dict)  # get a copy of the output
     is_cancelled: bool = False  # it is to have no results
     outcomes: dict[int, Outcome] = field(default_factory=dict)  # of the ranks that have ended it
-    others: set[int] = field(
-        default_factory=set
-    )  # ranks that get its globals, and have not answered
+    # ranks that get its globals, and have not answered
+    others: set[int] = field(default_factory=set)
     number: int = 0  # from 1, once it was sent; the set-up has number 0
     generation: int | None = None  # of the process groups that the ranks join before it
     unloaded: set[int] = field(default_factory=set)  # ranks that did not unpickle it
@@ -121,7 +121,7 @@ class Pool:
         timeout_min: Minutes for each call.
         up_at: When `timeout_min` is over for the whole launch, by the monotonic clock. None counts
             it per call.
-        hang_s: Seconds without output and without progress. See `_hang`.
+        hang_s: Seconds without output and without progress. See `_reason_of_hang`.
 
     Attributes:
         events: What the pool waits for.
@@ -193,6 +193,7 @@ class Pool:
         have_arrived = Latch()
         self.events.post(partial(self._ask_for_stacks, have_arrived))
         have_arrived.wait(_STACKS_S)
+        # A copy in one step of C: the thread of the pool may add an answer
         return dict(self._stacks)
 
     def places(self) -> dict[int, str]:
@@ -246,6 +247,7 @@ class Pool:
         return self._wait(call)
 
     def _wait(self, call: Call) -> Ending:
+        # Without the lock: the owner alone changes the outcomes of a call that it makes itself
         while not self.has_ended(call):
             self.events.turn()
         with self.events.lock:
@@ -265,7 +267,8 @@ class Pool:
         needs_all = self._stays and (packed.is_news or call.changes is not None or must_regroup)
         members = [each for each in self._members.all if needs_all or each.rank in call.ranks]
         # Slabs pay when they are used again. A file is written once for all ranks
-        if len(members) > 1 and not (self._stays and len(members) * block.size <= _MOST_COPIED):
+        fits_slabs = self._stays and len(members) * block.size <= _MOST_COPIED
+        if len(members) > 1 and not fits_slabs:
             block.detach()
         letters: list[tuple[Wire, Letter]] = []
         heads: dict[bool, bytes] = {}  # by whether the rank calls the function
@@ -276,7 +279,7 @@ class Pool:
                     head = CallHead(number, call.changes, runs_it, generation, packed.item)
                     heads[runs_it] = pickle.dumps(("call", head), 5)
                 letters.append((member.wire, member.wire.encode(heads[runs_it], block)))
-        except BaseException as error:
+        except BaseException as error:  # also Ctrl-C: no rank may get a part of the call
             for wire, letter in letters:
                 wire.drop(letter)
             if isinstance(error, SessionError):
@@ -286,6 +289,7 @@ class Pool:
         call.generation = generation
         if generation is not None:
             self._generation = generation
+        # The letters keep the block until it has left
         call.packed = None  # it holds the arguments, which the call does not need any more
         call.others = {member.rank for member in members} - {*call.ranks}
         self._note_begin(call)
@@ -304,7 +308,8 @@ class Pool:
         self._timers.pop(self._trim, None)
         if not self.is_ending:
             if self._timeout_min is not None:
-                self._timers[self._time_is_up] = self._up_at or now + 60 * self._timeout_min
+                ends_at = now + 60 * self._timeout_min if self._up_at is None else self._up_at
+                self._timers[self._time_is_up] = ends_at
             self._timers[self._look] = now + self._look_s
             if self.preempted:  # during the start
                 self._timers[self.end] = now + self._grace_s
@@ -325,12 +330,13 @@ class Pool:
     def finish(self, call: Call) -> Ending:
         """Return how the ranks have ended a call."""
         self._call = None
-        if not self.is_ending:
+        if not self.is_ending:  # else the timers belong to the end
             self._timers.clear()
             if self._stays:
                 self._timers[self._trim] = time.monotonic() + _TRIM_S
                 self.events.wake_in_time()
         operations = {member.operations for member in self._members.all}
+        # Groups work only if all ranks have the same ones, at the same collective
         is_out_of_step = call.halt is not None and len(operations) > 1
         has_old_groups = call.generation is not None and bool(call.unloaded)
         has_broken = call.halt is not None and call.halt.has_broken
@@ -405,9 +411,8 @@ class Pool:
             return
         self.preempted = True
         self._timers[self.end] = time.monotonic() + self._grace_s
-        asked = (
-            self._running() if self._number > 0 else self._members.all
-        )  # some may have ended the set-up
+        # During the set-up all ranks: those that have ended it will run the first call
+        asked = self._running() if self._number > 0 else self._members.all
         self._unanswered = {member.rank for member in asked}
         for member in asked:
             self._members.tell(member, "preempt")
@@ -436,10 +441,12 @@ class Pool:
     def _settle(self, member: Member, outcome: Outcome) -> None:
         """Note how a rank has ended the call, and decide what happens to the others."""
         call = self._call
-        if call is None and self._stays and isinstance(outcome, Died):
-            self.idle_deaths[member.rank] = outcome
-        if call is None or member.rank in call.outcomes or member.rank not in call.ranks:
+        if call is None:
+            if self._stays and isinstance(outcome, Died):
+                self.idle_deaths[member.rank] = outcome
             return
+        if member.rank in call.outcomes or member.rank not in call.ranks:
+            return  # the first outcome holds: a rank that has returned exits afterwards
         if isinstance(outcome, Died) and self._stays and member.wrote_at < call.began_at:
             # Output of earlier calls is no clue, such as the tracebacks of their errors
             outcome = replace(outcome, last_words="")
@@ -460,10 +467,10 @@ class Pool:
         elif isinstance(outcome, Requeued):
             self._timers.setdefault(self.end, now + self._grace_s)
             self._timers.pop(self._interrupt, None)  # the reported echo came from this exit
-        elif (
-            isinstance(outcome, (Raised, Died))
-            and (first := first_failure(call.outcomes)) is not None
-        ):
+        elif isinstance(outcome, (Raised, Died)):
+            first = first_failure(call.outcomes)
+            if first is None:  # all are echoes of a rank that exits to be restarted
+                return
             if not counts_as_echo(call.outcomes[first]):
                 self._interrupt()
             elif call.halt is None:  # the original failure may follow
@@ -476,11 +483,15 @@ class Pool:
         if not self._stays or call.number == 0:
             self.end()
             return
-        if self.is_ending or (call.halt is not None and (call.halt.by_user or not by_user)):
+        if self.is_ending:
             return
-        call.halt = Halt(by_user, call.halt is not None and call.halt.has_broken)
+        before = call.halt
+        # An interrupt of the user adds its time limit to one after a failure. Others add nothing
+        if before is not None and (before.by_user or not by_user):
+            return
+        call.halt = Halt(by_user, has_broken=before is not None and before.has_broken)
         now = time.monotonic()
-        self._timers.pop(self._interrupt, None)
+        self._timers.pop(self._interrupt, None)  # which waited for the original failure
         self._timers[self._break_connections] = self._timers[self._look] = now + _BREAK_S
         if by_user:
             self._timers[self._lose] = now + max(self._grace_s, 2 * _BREAK_S)
@@ -524,10 +535,12 @@ class Pool:
         """Ask the ranks that run for their stacks, then end all ranks."""
         self._ask_for_stacks()
         self._timed_out = limit
+        # No other timer may end the ranks before their answers. They come within `_STACKS_S`
         self._timers.clear()
         self._timers[self._end_without_stacks] = time.monotonic() + _STACKS_S
 
     def _end_without_stacks(self) -> None:
+        # A method of its own, so that its timer is told from that of `end` after a preemption
         self.end()
 
     # -- looks at ranks
@@ -564,57 +577,56 @@ class Pool:
         call, now = self._call, time.monotonic()
         assert call is not None
         self._timers[self._look] = now + self._look_s
-        if (
-            now - call.looked_at > self._look_s + _STOPPED_S
-        ):  # this process itself was stopped, and has read nothing since
+        was_stopped = now - call.looked_at > self._look_s + _STOPPED_S
+        if was_stopped:  # this process itself, which has read nothing since
             call.last_sign = now
         call.looked_at = now
         running = self._running()
-        seen = [(member, member.looked) for member in running if member.looked is not None]
-        signs = [member.looked_at - looked.idle_s for member, looked in seen]
-        call.last_sign = max(
-            call.last_sign, *signs, *(member.wrote_at for member in self._members.all)
-        )
+        for member in running:
+            if member.looked is not None:
+                progressed_at = member.looked_at - member.looked.idle_s
+                call.last_sign = max(call.last_sign, progressed_at)
+        for member in self._members.all:
+            call.last_sign = max(call.last_sign, member.wrote_at)
         if call.halt is not None:
-            # Other ranks run C code, which is waited for, unless it waits in a group whose
-            # connections cannot be found.
-            if any(
-                each.interrupted == call.number or (call.halt.has_broken and each.waits_s)
-                for _, each in seen
-            ):
+            if any(_ignores_halt(member, call.number, call.halt) for member in running):
                 self._timers.setdefault(self._lose, now + self._grace_s)
-        elif call.number > 0:
+        elif call.number > 0:  # the set-up has time limits of its own
             self._judge(call, running, now)
-        for member in self._running():
+        for member in self._running():  # `_judge` may have ended some
             self._ask(member, "look")
 
     def _judge(self, call: Call, running: Sequence[Member], now: float) -> None:
         """Log a hint, or end ranks that hang, or that wait for ranks which do not take part."""
-        if self._hang_s is not None and (why := self._hang(call, running, now)):
-            limit = f"silent for hang_timeout_s={self._hang_s:g} seconds: {why}"
-            self._end_with_stacks(limit)
-        elif (
-            len(running) < len(self._members.all)
-            and now - call.departed_at >= STUCK_S
-            and all(each.looked is not None and each.looked.waits_s >= STUCK_S for each in running)
-        ):
+        why = "" if self._hang_s is None else self._reason_of_hang(call, running, now)
+        if why:
+            self._end_with_stacks(f"silent for hang_timeout_s={self._hang_s:g} seconds: {why}")
+            return
+        # Ranks that wait for one which takes part go on when it comes, however late
+        are_some_absent = len(running) < len(self._members.all)
+        do_all_wait = all(each.looked and each.looked.waits_s >= STUCK_S for each in running)
+        if are_some_absent and do_all_wait and now - call.departed_at >= STUCK_S:
             self._end_waits(call)
-        elif any(each.looked is not None and each.looked.idle_s >= call.hint_s for each in running):
-            call.hint_s = NEVER
-            places = "; ".join(
-                f"rank {each.rank} idle for {now - each.looked_at + each.looked.idle_s:.0f} s at "
-                f"{each.looked.place}"
-                if each.looked is not None
-                else f"rank {each.rank} does not answer"
-                for each in running
-            )
-            _log.warning(
-                "no progress for %g s; the launch continues, unless hang_timeout_s ends it. %s",
-                STILL_S,
-                places,
-            )
+        elif any(each.looked and each.looked.idle_s >= call.hint_s for each in running):
+            self._log_hint(call, running, now)
 
-    def _hang(self, call: Call, running: Sequence[Member], now: float) -> str:
+    def _log_hint(self, call: Call, running: Sequence[Member], now: float) -> None:
+        """Log where the ranks are, once per call."""
+        call.hint_s = NEVER
+        places = []
+        for each in running:
+            if each.looked is None:
+                places.append(f"rank {each.rank} does not answer")
+            else:
+                idle_s = now - each.looked_at + each.looked.idle_s
+                places.append(f"rank {each.rank} idle for {idle_s:.0f} s at {each.looked.place}")
+        _log.warning(
+            "no progress for %g s; the launch continues, unless hang_timeout_s ends it. %s",
+            STILL_S,
+            "; ".join(places),
+        )
+
+    def _reason_of_hang(self, call: Call, running: Sequence[Member], now: float) -> str:
         """Return why the call counts as hanging after `hang_s`; an empty text if it does not.
 
         A rank that computes makes progress, unless others wait for it in a collective: then only
@@ -668,12 +680,12 @@ class Pool:
             self._agree_on_checkpoint(member.rank)
 
     def _on_answer(self, member: Member, answer: Answer, message: Message) -> None:
-        self._members.drain(member)
+        self._members.drain(member)  # what the function has printed belongs to this call
         member.operations = answer.operations
         if answer.owned is not None:
             self.owned(*answer.owned)
         call = self._call
-        if call is None or answer.number != call.number:
+        if call is None or answer.number != call.number:  # of an earlier call
             return
         if not answer.has_loaded:
             call.unloaded.add(member.rank)
@@ -682,13 +694,14 @@ class Pool:
         if isinstance(outcome, Returned):
             call.error = call.error or message.error
             outcome = Returned(outcome.at, message.block, answer.item)
-            if (
-                not self._stays and call.number > 0
-            ):  # so that collectives of the others raise an error
+            is_last = not self._stays and call.number > 0
+            if is_last:  # without its process, collectives of the others raise an error
                 drop = partial(self._members.drop, member.wire)
                 self._timers[drop] = time.monotonic() + LINGER_S
-        elif isinstance(outcome, Ended) and not (self.is_ending or call.halt is not None):
-            outcome = Died(outcome.at, member.pid, -signal.SIGTERM)  # by a signal from outside
+        elif isinstance(outcome, Ended):
+            by_order = self.is_ending or call.halt is not None
+            if not by_order:  # by a signal from outside
+                outcome = Died(outcome.at, member.pid, -signal.SIGTERM)
         self._settle(member, outcome)
 
 
@@ -697,3 +710,16 @@ def _set_all(requests: list[Latch]) -> None:
     for have_arrived in requests:
         have_arrived.set()
     requests.clear()
+
+
+def _ignores_halt(member: Member, number: int, halt: Halt) -> bool:
+    """True for a rank that does not stop although it could.
+
+    Others run C code, which is waited for, unless it waits in a group whose connections cannot be
+    found.
+    """
+    if member.looked is None:
+        return False
+    has_caught_it = member.looked.interrupted == number
+    waits_for_others = member.looked.waits_s > 0
+    return has_caught_it or (halt.has_broken and waits_for_others)
