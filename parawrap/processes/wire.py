@@ -44,12 +44,13 @@ from parawrap.processes.shared_memory import (
 _HEAD = struct.Struct("<QQq?HH")
 _IN_SOCKET, _IN_FILE = -1, -2  # places; others are numbers of slabs
 _LARGEST_INLINE = 32 << 10  # bytes; a socket buffers about 200 KiB, so that a send rarely waits
-_ROOM = 64 << 10  # bytes of one read
+_ROOM = 64 << 10  # bytes of one read: a small message, and the begin of the next
 _FILE_ROOM = socket.CMSG_SPACE(array("i").itemsize)  # each message brings one file at most
 # Plain integers: an enum takes longer than the read. macOS lacks the first
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _TRUNCATED = int(socket.MSG_CTRUNC)
 _MOST_NUMBERS = 1 << 12  # of slabs that one message names; others wait for the next
+# After these errors of this process the connection goes on. All others end it
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ETOOMANYREFS)
 _EMPTY = memoryview(b"")
 _WIRE_IDLE_S = 3.0  # after which a rank returns large slabs; a guess: training steps are shorter
@@ -83,6 +84,8 @@ class Letter(NamedTuple):
 
 
 class _Unsent(NamedTuple):
+    """A piece of a message that has not left."""
+
     data: Any
     letter: Letter  # keeps the memory of the data
     brings_file: bool
@@ -147,35 +150,42 @@ class Wire:
         Raises as `send` does.
         """
         slabs = self._slabs
-        size = 0 if block is None else block.size
-        is_small = size + len(pickled) <= _LARGEST_INLINE and (block is None or block.file is None)
-        if is_small and not (slabs.has_released or slabs.retired):
+        if block is None:
+            parts, block_file, size = [], None, 0
+        else:
+            parts, block_file, size = block.parts, block.file, block.size
+        is_small = size + len(pickled) <= _LARGEST_INLINE
+        # Most messages take this way: one piece, and no numbers of slabs
+        if is_small and block_file is None and not (slabs.has_released or slabs.retired):
             head = _HEAD.pack(len(pickled), size, _IN_SOCKET, False, 0, 0)
-            data = b"".join((head, pickled) if block is None else (head, pickled, *block.parts))
+            data = b"".join((head, pickled, *parts))
             return Letter([data], None, _IN_SOCKET, False, [], [], block)
         place, file, is_new = _IN_SOCKET, None, False
-        content = [pickled] if block is None else [pickled, *block.parts]
-        if self._is_local and block is not None and block.file is not None:
-            place, file, content = _IN_FILE, block.file, [pickled]
-        elif self._is_local and size + len(pickled) > _LARGEST_INLINE:
-            is_large = len(pickled) > _LARGEST_INLINE  # then the body follows the block in the slab
-            parts = [] if block is None else block.parts
-            if is_large:
+        content = [pickled, *parts]
+        if self._is_local and block_file is not None:
+            place, file, content = _IN_FILE, block_file, [pickled]
+        elif self._is_local and not is_small:
+            if len(pickled) > _LARGEST_INLINE:  # then the body follows the block in the slab
                 place, file = slabs.fill([*parts, pickled], size + len(pickled))
+                content = []
             else:
                 place, file = slabs.fill(parts, size)
-            is_new, content = file is not None, [] if is_large else [pickled]
+                content = [pickled]
+            is_new = file is not None
+        # From here on nothing may raise: `drop` alone returns the slab and the numbers
         released, retired = self._take_numbers()
         numbers = array("q", released + retired).tobytes()
         counts = len(released), len(retired)
         head = _HEAD.pack(len(pickled), size, place, is_new, *counts)
         pieces = [head, numbers, *content]
+        # A copy costs less than another entry into the kernel. A block over TCP may be large
         if sum(map(len, pieces)) <= _ROOM + _LARGEST_INLINE:
             pieces = [b"".join(pieces)]
         return Letter(pieces, file, place, is_new, released, retired, block)
 
     def drop(self, letter: Letter) -> None:
         """Do not send a message."""
+        # In front, as they were: the other end waits longest for the first
         self._slabs.return_released(letter.released)
         self._slabs.retired[:0] = letter.retired
         if letter.is_new:
@@ -250,9 +260,10 @@ class Wire:
         self._unsent.clear()
 
     def _take_numbers(self) -> tuple[list[int], list[int]]:
-        slabs = self._slabs
-        retired, slabs.retired = slabs.retired[:_MOST_NUMBERS], slabs.retired[_MOST_NUMBERS:]
-        return slabs.take_released(_MOST_NUMBERS), retired
+        """Take the numbers of slabs that go with one message: of released and of retired ones."""
+        retired = self._slabs.retired[:_MOST_NUMBERS]
+        del self._slabs.retired[:_MOST_NUMBERS]
+        return self._slabs.take_released(_MOST_NUMBERS), retired
 
     # Receiving
 
@@ -264,6 +275,7 @@ class Wire:
                 if message.word != NEWS:
                     return message
             try:
+                # Without either, the wait has no time limit: setting one takes two system calls
                 if self._slabs.has_large or self._slabs.has_released:
                     self._read_or_trim()
                 else:
@@ -319,7 +331,7 @@ class Wire:
                 count = self._socket.recv_into(memory)
         except BlockingIOError:
             return 0
-        except TimeoutError:
+        except TimeoutError:  # an OSError, but not the end of the connection
             raise
         except OSError as error:
             if error.errno in _LIMITS:  # nothing was read
@@ -335,8 +347,9 @@ class Wire:
         if len(arrived) >= _HEAD.size:
             head = _HEAD.unpack_from(arrived)
             body_size, size, place, _, n_released, n_retired = head
-            before = 8 * (n_released + n_retired)
-            if not (place >= 0 and body_size > _LARGEST_INLINE):  # else it lies in the slab
+            before = 8 * (n_released + n_retired)  # bytes before the block
+            is_body_in_slab = place >= 0 and body_size > _LARGEST_INLINE
+            if not is_body_in_slab:
                 before += body_size
             needed = before + (size if place == _IN_SOCKET else 0)
             content = arrived[_HEAD.size : _HEAD.size + needed]
@@ -350,10 +363,11 @@ class Wire:
                 pad = -before % ALIGNMENT  # so that the block is aligned
                 memory = aligned_room(pad + needed)[pad:]
                 memory[: len(content)] = content
+                # The next reads write there, past the room: a large message is not copied twice
                 self._partial = _Partial(head, memory, len(content))
                 self._start = self._end = 0
                 return None
-        if self._start:
+        if self._start:  # the rest of the message needs the place of those before it
             self._room[: len(arrived)] = bytes(arrived)
             self._start, self._end = 0, len(arrived)
         return None
@@ -361,6 +375,7 @@ class Wire:
     def _open(self, head: tuple[Any, ...], content: memoryview, *, is_own: bool) -> Message:
         """Return a complete message. `is_own`: the content has memory of its own."""
         body_size, size, place, is_new, n_released, n_retired = head
+        is_body_in_slab = place >= 0 and body_size > _LARGEST_INLINE
         at = 8 * (n_released + n_retired)
         if at:
             numbers = array("q", bytes(content[:at]))
@@ -369,17 +384,17 @@ class Wire:
         try:
             if place == _IN_FILE:
                 block = self._map_file()
+            elif is_body_in_slab:
+                slab = self._read_slab(place, size + body_size, is_new=is_new)
+                block, pickled = slab[:size], slab[size:]
             elif place >= 0:
-                is_large = body_size > _LARGEST_INLINE
-                block = self._read_slab(place, size + is_large * body_size, is_new=is_new)
-                if is_large:
-                    pickled, block = block[size:], block[:size]
-            elif size and not is_own:
+                block = self._read_slab(place, size, is_new=is_new)
+            elif size and not is_own:  # the next read writes into the room
                 block = aligned_copy(block)
         except OSError as reason:
             said = reason.strerror or str(reason)
             error = OSError(reason.errno, f"this process cannot take a message: {said}")
-            if place >= 0 and body_size > _LARGEST_INLINE:
+            if is_body_in_slab:
                 return Message(LOST, None, _EMPTY, error)
             word, body = pickle.loads(pickled)
             return Message(word, body, _EMPTY, error)
@@ -387,10 +402,12 @@ class Wire:
         return Message(word, body, block if size else _EMPTY)
 
     def _read_slab(self, number: int, size: int, *, is_new: bool) -> memoryview:
-        file = self._files.popleft() if is_new else None
-        if is_new and file is None:
-            self._slabs.refuse(number)
-            raise _too_many_files()
+        file = None
+        if is_new:
+            file = self._files.popleft()
+            if file is None:
+                self._slabs.refuse(number)
+                raise _too_many_files()
         return self._slabs.read(number, size, file)
 
     def _map_file(self) -> memoryview:
@@ -422,7 +439,7 @@ class Wire:
     def close(self) -> None:
         """Close the connection. The other end receives end of file."""
         self._discard_unsent()
-        for file in self._files:
+        for file in self._files:  # of a message that has not arrived completely
             if file is not None:
                 os.close(file)
         self._files.clear()
