@@ -35,7 +35,8 @@ from parawrap.processes.pickling import Packed, ValuePickler, pack, unpack
 from parawrap.processes.process_groups import has_had_groups
 
 _MOST_NAMED = 8  # ranks in a message: more would not fit a line
-_LONGEST_CHAIN = 20  # causes and contexts; a chain may be a circle
+# Causes and contexts: a chain may be a circle. A guess that no test has contradicted
+_LONGEST_CHAIN = 20
 
 # Messages of gloo, NCCL, and the store about a lost connection to another rank.
 _ECHO = re.compile(
@@ -69,6 +70,7 @@ def pack_exception(error: BaseException) -> Packed:
     """
     with contextlib.suppress(Exception):  # classes may raise anything
         packed = pack(error, type(error).__qualname__, _ExceptionPickler)
+        # The same class here: the launching process has the same code, or gets the class by value
         if type(unpack(packed.to_bytes())) is type(error):
             return packed
     return pack(
@@ -107,10 +109,15 @@ def is_echo(error: BaseException) -> bool:
     for _ in range(_LONGEST_CHAIN):
         if link is None:
             return False
-        text = summary_of(link) if isinstance(link, (RuntimeError, dist.DistError)) else ""
-        if _ECHO.search(text) and _is_raised_by_torch(link, text):
-            return True
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        if isinstance(link, (RuntimeError, dist.DistError)):
+            text = summary_of(link)
+            if _ECHO.search(text) and _is_raised_by_torch(link, text):
+                return True
+        # The exception that Python would show next
+        if link.__cause__ is not None:
+            link = link.__cause__
+        else:
+            link = None if link.__suppress_context__ else link.__context__
     return False
 
 
@@ -122,9 +129,8 @@ def _is_raised_by_torch(error: BaseException, text: str) -> bool:
     a frame of the caller, since it has none of its own: the instruction there is a call, and not a
     ``raise``.
     """
-    if not isinstance(error, dist.DistError) and not (
-        type(error) is RuntimeError and _CPP_LINE.search(text)
-    ):
+    is_of_gloo = type(error) is RuntimeError and _CPP_LINE.search(text)
+    if not (is_of_gloo or isinstance(error, dist.DistError)):
         return False
     trace = error.__traceback__
     if trace is None:
@@ -151,9 +157,9 @@ class Returned:
 
     def load(self) -> Any:
         """Return the value. Raises what its classes raise."""
-        return (
-            unpack(self.value) if self.item is None else restore(self.item, memoryview(self.value))
-        )
+        if self.item is None:
+            return unpack(self.value)
+        return restore(self.item, memoryview(self.value))
 
 
 @dataclass(frozen=True)
@@ -221,6 +227,7 @@ def outcome_of(error: BaseException) -> Raised | Died:
     if not isinstance(error, SystemExit):
         packed = pack_exception(error).to_bytes()
         return Raised(time.time(), summary_of(error), traceback_of(error), is_echo(error), packed)
+    # As an interpreter does: None is success, and a text is printed and is a failure
     code, said = error.code, ""
     if not (code is None or isinstance(code, int)):
         code, said = 1, str(code)
@@ -248,15 +255,17 @@ def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
     failures = {rank: each for rank, each in outcomes.items() if isinstance(each, (Raised, Died))}
     if any(isinstance(each, Requeued) for each in outcomes.values()):
         failures = {rank: each for rank, each in failures.items() if not counts_as_echo(each)}
-    return min(
-        failures,
-        key=lambda rank: (counts_as_echo(failures[rank]), failures[rank].at, rank),
-        default=None,
-    )
+
+    def order(rank: int) -> tuple[bool, float, int]:
+        # False is less than True. The clock of all ranks is the same, or nearly so on other nodes
+        return counts_as_echo(failures[rank]), failures[rank].at, rank
+
+    return min(failures, key=order, default=None)
 
 
 def counts_as_echo(outcome: Outcome) -> bool:
     """True if an outcome is the consequence of another rank's end."""
+    # A death counts as a failure of its own: the process cannot say why it ended
     return isinstance(outcome, Raised) and outcome.is_echo
 
 
@@ -350,24 +359,8 @@ def error_of(
     """
     failure = outcomes[rank]
     if isinstance(failure, Raised):
-        try:
-            error: BaseException = unpack(failure.error)
-        except Exception as reason:  # noqa: BLE001 (the user's class may fail here)
-            error = LaunchError(
-                f"rank {rank} raised {failure.summary}; its exception cannot be rebuilt here: "
-                f"{reason!r}"
-            )
-        returned = [
-            str(each) for each, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)
-        ]
-        # A rank that knows why its connection is lost has raised a LaunchError
-        if failure.is_echo and returned and not isinstance(error, LaunchError):
-            # The note below has the error of the connection. As a cause, Python would show it first
-            error = LaunchError(
-                f"{'ranks' if returned[1:] else 'rank'} {', '.join(returned)} had returned "
-                "already: in a collective, every rank of the group has to take part. Rank "
-                f"{rank} waited in one"
-            )
+        returned = [each for each in sorted(outcomes) if isinstance(outcomes[each], Returned)]
+        error = _rebuild_error(rank, failure, returned)
         add_note(
             error,
             f"raised in rank {rank} of {world_size} ({place}), with this traceback:\n"
@@ -375,25 +368,52 @@ def error_of(
         )
     else:
         assert isinstance(failure, Died)
-        process = f", process {failure.pid}" if failure.pid else ""
-        msg = f"rank {rank} of {world_size} {failure.summary} ({place}){process}"
-        code = None if failure.signal is not None else failure.code
-        error = RankDiedError(msg, rank=rank, signal=failure.signal, exit_code=code)
-        if failure.last_words:
-            error.add_note(f"the last output of rank {rank}:\n{_indent(failure.last_words)}")
-        if failure.signal is signal.SIGKILL:
-            error.add_note(
-                "parawrap did not send SIGKILL: the kernel does if memory runs out, and so does "
-                "kill -9"
-            )
-    others = [
-        f"rank {other} {'raised ' if isinstance(outcome, Raised) else ''}{outcome.summary}"
-        for other, outcome in sorted(outcomes.items())
-        if other != rank and isinstance(outcome, (Raised, Died))
-    ]
+        error = _error_of_death(rank, failure, world_size, place)
+    others = []
+    for other, outcome in sorted(outcomes.items()):
+        if other == rank:
+            continue
+        if isinstance(outcome, Raised):
+            others.append(f"rank {other} raised {outcome.summary}")
+        elif isinstance(outcome, Died):
+            others.append(f"rank {other} {outcome.summary}")
     if others:
-        more = f"; and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
-        add_note(error, f"other failed ranks: {'; '.join(others[:_MOST_NAMED])}{more}")
+        add_note(error, f"other failed ranks: {_first_of(others)}")
+    return error
+
+
+def _rebuild_error(rank: int, failure: Raised, returned: Sequence[int]) -> BaseException:
+    """Return the exception of a rank, or a LaunchError in its place."""
+    try:
+        error: BaseException = unpack(failure.error)
+    except Exception as reason:  # noqa: BLE001 (the user's class may fail here)
+        error = LaunchError(
+            f"rank {rank} raised {failure.summary}; its exception cannot be rebuilt here: "
+            f"{reason!r}"
+        )
+    # A rank that knows why its connection is lost has raised a LaunchError
+    if not failure.is_echo or not returned or isinstance(error, LaunchError):
+        return error
+    who = "rank" if len(returned) == 1 else "ranks"
+    # The note has the error of the connection. As a cause, Python would show it first
+    return LaunchError(
+        f"{who} {', '.join(map(str, returned))} had returned already: in a collective, every rank "
+        f"of the group has to take part. Rank {rank} waited in one"
+    )
+
+
+def _error_of_death(rank: int, failure: Died, world_size: int, place: str) -> RankDiedError:
+    """Return the error for a rank whose process has ended."""
+    process = f", process {failure.pid}" if failure.pid else ""
+    msg = f"rank {rank} of {world_size} {failure.summary} ({place}){process}"
+    code = None if failure.signal is not None else failure.code
+    error = RankDiedError(msg, rank=rank, signal=failure.signal, exit_code=code)
+    if failure.last_words:
+        error.add_note(f"the last output of rank {rank}:\n{_indent(failure.last_words)}")
+    if failure.signal is signal.SIGKILL:
+        error.add_note(
+            "parawrap did not send SIGKILL: the kernel does if memory runs out, and so does kill -9"
+        )
     return error
 
 
@@ -407,11 +427,10 @@ def _error_with_stacks(name: str, ending: Ending) -> LaunchError:
     returned = ", ".join(
         str(rank) for rank, outcome in ending.outcomes.items() if isinstance(outcome, Returned)
     )
-    how = (
-        f"rank(s) {returned} have returned, and all others wait"
-        if returned
-        else "the ranks that were called wait"
-    )
+    if returned:
+        how = f"rank(s) {returned} have returned, and all others wait"
+    else:
+        how = "the ranks that were called wait"
     msg = (
         f"{name} is deadlocked: {how} in torch.distributed. In a collective, every rank of the "
         "group has to take part. "
@@ -425,9 +444,15 @@ def _error_with_stacks(name: str, ending: Ending) -> LaunchError:
 
 def describe_places(places: Mapping[int, str]) -> str:
     """Say at which line of user code each rank is."""
-    shown = [f"rank {rank} at {place}" for rank, place in sorted(places.items())[:_MOST_NAMED]]
-    more = f"; and {len(places) - _MOST_NAMED} more" if len(places) > _MOST_NAMED else ""
-    return "; ".join(shown) + more
+    return _first_of([f"rank {rank} at {place}" for rank, place in sorted(places.items())])
+
+
+def _first_of(texts: Sequence[str]) -> str:
+    """Join texts about ranks, as far as they fit, and say how many more there are."""
+    shown = "; ".join(texts[:_MOST_NAMED])
+    if len(texts) <= _MOST_NAMED:
+        return shown
+    return f"{shown}; and {len(texts) - _MOST_NAMED} more"
 
 
 def _indent(text: str) -> str:
