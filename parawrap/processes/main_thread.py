@@ -48,16 +48,18 @@ class MainThread:
         Return `idle_s` and `waits_s` of its status.
         """
         frame = sys._current_frames().get(self._ident)
-        place = (
-            ()
-            if frame is None
-            else tuple((id(each), each.f_lasti) for each, _ in traceback.walk_stack(frame))
-        )
+        # Frames and instructions, not lines: a loop of one line moves. A frame that is freed may
+        # leave its id to another one, which then counts as the same place until its next step
+        place: tuple[tuple[int, int], ...] = ()
+        if frame is not None:
+            place = tuple((id(each), each.f_lasti) for each, _ in traceback.walk_stack(frame))
         now, used_s = time.monotonic(), self._processor_s()
-        if place != self._place or used_s - self._used_s > _IDLE * (now - self._stopped_at):
+        is_busy = used_s - self._used_s > _IDLE * (now - self._stopped_at)
+        if is_busy or place != self._place:
             self._place, self._stopped_at, self._used_s = place, now, used_s
         idle_s = now - self._stopped_at
-        return idle_s, idle_s if frame is not None and _waits_in(frame.f_code.co_filename) else 0.0
+        waits = frame is not None and _waits_in(frame.f_code.co_filename)
+        return idle_s, idle_s if waits else 0.0
 
     def _processor_s(self) -> float:
         """Return the processor time of the main thread.
@@ -93,15 +95,16 @@ def stacks() -> str:
 
 def place_of_main_thread() -> str:
     """Return the line of user code that the main thread executes: the innermost one."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = (
-        [] if frame is None else [(each.f_code, line) for each, line in traceback.walk_stack(frame)]
-    )
-    users = [each for each in frames if not each[0].co_filename.startswith(_LIBRARIES)] or frames
-    if not users:
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    if innermost is None:  # the thread has ended
         return "an unknown place"
-    code, number = users[0]
-    number = number or code.co_firstlineno  # some bytecode belongs to no line
+    found, found_line = innermost, innermost.f_lineno
+    for frame, line in traceback.walk_stack(innermost):
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            found, found_line = frame, line
+            break
+    code = found.f_code
+    number = found_line or code.co_firstlineno  # some bytecode belongs to no line
     place = f"{Path(code.co_filename).name}:{number} in {code.co_name}"
     try:
         return f"{place}: {linecache.getline(code.co_filename, number).strip()}"
@@ -113,7 +116,8 @@ def _stack_text(frame: FrameType) -> str:
     try:
         stack = traceback.extract_stack(frame)
         own = [i for i, each in enumerate(stack) if each.filename.startswith(_OWN_FILES)]
-        shown = stack[own[-1] + 1 :] if own and own[-1] + 1 < len(stack) else stack
+        after_own = stack[own[-1] + 1 :] if own else []
+        shown = after_own or stack  # a thread of parawrap has only its frames
         return "".join(traceback.StackSummary.from_list(shown).format())
     except Exception as error:  # noqa: BLE001 (as above; a rank does not end because of it)
         return f"  its source cannot be read: {error!r}\n"

@@ -121,21 +121,20 @@ def _start_session(streams: Sequence[int]) -> None:
     The rank ignores SIGINT, but processes that it starts do not: with SIG_IGN they would.
     """
     signal.signal(signal.SIGINT, lambda *_: None)
-    signal.siginterrupt(signal.SIGINT, False)
+    signal.siginterrupt(signal.SIGINT, False)  # else C code may see an interrupted system call
     os.setsid()
     # a freed stream writes text that was buffered before the fork
     _kept.extend((sys.stdin, sys.stdout, sys.stderr))
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     for number, file in enumerate(streams, start=1):
-        os.dup2(file, number)
+        os.dup2(file, number)  # output of C code goes there too
         os.close(file)
         os.set_inheritable(number, True)
     _open_streams(is_buffered=True)
     faulthandler.enable()
-    if (
-        os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace")
-        and sys.breakpointhook is sys.__breakpointhook__
-    ):
+    # Debuggers of editors, which connect over a socket, set another hook or this variable
+    uses_pdb = os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace")
+    if uses_pdb and sys.breakpointhook is sys.__breakpointhook__:
         sys.breakpointhook = refuse_breakpoint
 
 
@@ -174,8 +173,8 @@ class _CallLoop:
         self._control = control
         self._assignment = assignment
         self._script = ScriptOfRank()
-        self._has_regrouped = False
-        self._has_loaded = True
+        self._has_regrouped = False  # the process groups were made again after a failed call
+        self._has_loaded = True  # the call was unpickled
 
     def run(self) -> int:
         """Set up, and answer calls until the connection closes.
@@ -195,14 +194,14 @@ class _CallLoop:
             while (message := self._wire.receive()) is not None:
                 head: CallHead = message.body
                 self._has_loaded = False
-                # here, where no interrupt arrives: the next call does not bring them again
+                # Here, where no interrupt arrives: the next call does not bring them again
                 if head.changes is not None:
                     head.changes.apply()
                 if not self._answer(head.number, partial(self._call, message, head)):
                     return _FORCED
                 del message  # with the memory of the arguments
             return 0
-        finally:
+        finally:  # exit handlers follow, which an order to end may not interrupt
             self._control.is_leaving = True
 
     def _call(self, message: Message, head: CallHead) -> Any:
@@ -225,7 +224,7 @@ class _CallLoop:
             return None
         value = function(*args, **kwargs)
         if not self._assignment.stays:
-            finish_function()
+            finish_function()  # what fails there is an error of the call
         return value
 
     def _answer(self, number: int, call: Callable[[], Any]) -> bool:
@@ -236,11 +235,12 @@ class _CallLoop:
             try:
                 self._control.begin(number)
                 value = call()
+                # Within the call: a class of the user may take long to be pickled
                 item = packer.add(value, "the result")
             finally:
                 self._control.end()
             outcome: Outcome = Returned(time.time(), b"")
-            goes_on = True
+            goes_on = True  # the next message, or the end of the connection, says what follows
         except EndOrdered:
             outcome, goes_on = Ended(time.time()), False
         except RequeueRequested:
@@ -252,17 +252,17 @@ class _CallLoop:
                 )
                 outcome = outcome_of(LaunchError(msg))
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
-            if (
-                isinstance(error, (KeyboardInterrupt, SystemExit))
-                and self._control.interrupted == number
-            ):
+            was_interrupted = self._control.interrupted == number
+            # The function may answer KeyboardInterrupt with sys.exit
+            if was_interrupted and isinstance(error, (KeyboardInterrupt, SystemExit)):
                 outcome = Ended(time.time())
             else:
                 outcome = self._outcome_of(error)
-                goes_on = goes_on and number > 0 and isinstance(outcome, Raised)
+                is_set_up = number > 0
+                goes_on = goes_on and is_set_up and isinstance(outcome, Raised)
         owned = self._script.changes() if self._assignment.stays else None
         with contextlib.suppress(Exception):
-            flush_streams()
+            flush_streams()  # before the answer: the pool reads the output when it arrives
         answer = Answer(number, outcome, owned, count_operations(), self._has_loaded, item)
         try:
             self._wire.send("answer", answer, packer)
@@ -302,6 +302,7 @@ class Control:
         self.is_leaving = False
         self._wire = wire
         self._grace_s = grace_s
+        # Both threads use these three without a lock: each assignment is one step, on all builds
         self._running: int | None = None  # the number of the call
         self._halted = -1  # the number of the call to interrupt
         self._is_ending = False
@@ -340,6 +341,7 @@ class Control:
     def _interrupt_call(self, *_: object) -> None:
         """Raise KeyboardInterrupt if the call that runs is to be interrupted."""
         if self._halted == self._running:
+            # Once: the clean-up of the function may take its time
             self.interrupted, self._halted = self._halted, -1
             raise KeyboardInterrupt
 
@@ -347,7 +349,8 @@ class Control:
         self._has_handled_end.set()
         if self.is_leaving:
             return
-        if not self._is_ending or self._running is not None:
+        has_raised = self._is_ending and self._running is None
+        if not has_raised:
             self._is_ending = True
             self._running = None
             raise EndOrdered
@@ -372,7 +375,7 @@ class Control:
         elif word == "stacks":
             self._wire.send("stacks", stacks())
         elif word == "interrupt":
-            self._halted = body
+            self._halted = body  # before the signal, whose handler reads it
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         elif word == "break":
             break_links()
@@ -384,13 +387,14 @@ class Control:
     def _end_main_thread(self) -> None:
         """Raise an exception in the main thread. Return once its time to clean up is over."""
         until = time.monotonic() + self._grace_s
-        self._main_thread.look()
+        self._main_thread.look()  # the begin of the time that the second look measures
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-        if (
-            self._has_handled_end.wait(min(_REACTION_S, self._grace_s))
-            or not self._main_thread.look()[1]
-        ):
-            time.sleep(max(0.0, until - time.monotonic()))
+        has_reacted = self._has_handled_end.wait(min(_REACTION_S, self._grace_s))
+        if not has_reacted:
+            _, waits_s = self._main_thread.look()
+            if waits_s > 0:  # in C code of a collective: nothing can be cleaned up
+                return
+        time.sleep(max(0.0, until - time.monotonic()))
 
 
 # -- the end of the process
