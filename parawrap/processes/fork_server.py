@@ -77,8 +77,9 @@ _MOST_IDLE = 16  # keepers; each has little memory of its own. A guess
 # That they wait: for launches in a loop, and so that nothing stays after a launch
 _KEEPER_IDLE_S = 0.25
 _TAKE_S = 20.0  # for the server to take a request: it forks one rank in milliseconds
-_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-_PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
+# From <linux/prctl.h>
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 NEVER = float("inf")
 
 
@@ -145,13 +146,14 @@ class _Server:
             poll.register(self._woken, select.POLLIN)
             for connection in self._keepers.values():
                 poll.register(connection, select.POLLIN)
+            wait_ms: float | None = None  # without a limit
             if is_open:
                 poll.register(self._requests, select.POLLIN)
-            if not is_open:
-                wait_s: float | None = _POLL_S
+                if self._idle:
+                    wait_ms = 1000 * _KEEPER_IDLE_S
             else:
-                wait_s = _KEEPER_IDLE_S if self._idle else None
-            ready = {number for number, _ in poll.poll(None if wait_s is None else 1000 * wait_s)}
+                wait_ms = 1000 * _POLL_S
+            ready = {number for number, _ in poll.poll(wait_ms)}
             if not ready:  # no launch follows the last one at once
                 self._dismiss(self._idle)
             if self._woken in ready:
@@ -184,9 +186,12 @@ class _Server:
         if request == CONTINUE:
             for pid in self._keepers:
                 send_signal(os.kill, pid, signal.SIGCONT)
-        elif len(files) == _SENT_FILES + (request == WITH_TRACKER):
-            self._hand_over(files)
-        # else the kernel dropped descriptors: this process has reached its limit on open files
+        else:
+            n_sent = _SENT_FILES + 1 if request == WITH_TRACKER else _SENT_FILES
+            # Else the kernel dropped descriptors: this process has reached its limit on open files.
+            # The launching process sees that the pipes are closed
+            if len(files) == n_sent:
+                self._hand_over(files)
         for file in files:
             os.close(file)
         return True
@@ -216,6 +221,7 @@ class _Server:
         if pid == 0:
             try:
                 signal.set_wakeup_fd(-1)
+                # The ends of others in this process would keep the others from seeing their end
                 for each in (self._requests, ours, *self._keepers.values()):
                     each.close()
                 for file in (self._woken, *files):
@@ -319,7 +325,8 @@ class _Keeper:
 
     def _keep(self, files: list[int]) -> None:
         """Start a rank, and return once nothing of it is left."""
-        status, group = files[0], -1
+        status = files[0]
+        group = -1  # the process id of the rank, which leads a process group; -1 without a rank
         try:
             group = self._rank = os.fork()
         except OSError as error:
@@ -483,9 +490,8 @@ class ForkServer:
             )
             raise LaunchError(msg)
         path = [str(Path(each).absolute()) for each in sys.path if isinstance(each, str)]
-        modules = [
-            name for name in list(sys.modules) if name.partition(".")[0] == "parawrap"
-        ]  # most ranks need them
+        # Most ranks need them
+        modules = [name for name in list(sys.modules) if name.partition(".")[0] == "parawrap"]
         script = (
             # collection would take a sixth of the time to import
             f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; "
@@ -519,18 +525,17 @@ class ForkServer:
         Raises:
             LaunchError: If its process cannot be started.
         """
+        # In this order: `its` ends are closed before other threads may fork, `ours` after an error
         with handover as in_transit, contextlib.ExitStack() as its, contextlib.ExitStack() as ours:
             try:
                 status, status_end = _pipe(ours, its)
-                outputs = [_pipe(ours, its) for _ in ("stdout", "stderr")]
+                stdout, stdout_end = _pipe(ours, its)
+                stderr, stderr_end = _pipe(ours, its)
                 data, data_end = _socket_pair(ours, its)
                 control, control_end = _socket_pair(ours, its)
-                files = (
-                    status_end,
-                    data_end.fileno(),
-                    control_end.fileno(),
-                    *(end for _, end in outputs),
-                )
+                # In the order in which `_be_rank` takes them
+                sockets = data_end.fileno(), control_end.fileno()
+                files = status_end, *sockets, stdout_end, stderr_end
                 in_transit.extend(files)
                 # Shared memory that the script has made stays until the script removes it: ranks
                 # report to its resource tracker, as children of multiprocessing do. One of their
@@ -542,9 +547,7 @@ class ForkServer:
                     socket.send_fds(self._socket, [WITH_TRACKER], (*files, tracker))
             except OSError as error:
                 raise LaunchError(self._refusal(rank, error)) from error
-            connections = Connections(
-                self._place, data, control, status, tuple(each for each, _ in outputs)
-            )
+            connections = Connections(self._place, data, control, status, (stdout, stderr))
             close_in_forked_children(data)
             close_in_forked_children(control)
             ours.pop_all()  # they belong to the caller now

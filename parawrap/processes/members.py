@@ -25,8 +25,9 @@ from parawrap.processes.output import Transcript
 from parawrap.processes.rank_process import Assignment
 from parawrap.processes.wire import NEWS, Message, Wire
 
-_GIVE_UP_S = 20.0  # for the server to report the end of killed ranks
-_PIECE = 1 << 16  # the size of a pipe in Linux
+# For the server to report the end of killed ranks. A guess that no test has contradicted
+_GIVE_UP_S = 20.0
+_PIECE = 1 << 16  # bytes: the size of a pipe in Linux
 _log = logging.getLogger("parawrap.launch")
 
 
@@ -59,9 +60,8 @@ class Member:
     status: int  # a pipe with records of the server
     transcript: Transcript
     transcripts: Sequence[Transcript]  # get its output: its own, and that of a call with a handle
-    streams: dict[int, int] = field(
-        default_factory=dict
-    )  # standard output (1) and error (2), while open
+    # standard output (1) and error (2), while open
+    streams: dict[int, int] = field(default_factory=dict)
     is_read_elsewhere: bool = False  # a lane of workers reads `wire`, and closes it
     record: bytes = b""  # a part of a status record
     pid: int = 0
@@ -134,12 +134,17 @@ class Members:
         connections = self._starter.start(rank)
         member: Member | None = None
         try:
-            place, data, control, status, streams = connections
             member = Member(
-                rank, place, Wire(data), Wire(control), status, transcript, [transcript]
+                rank=rank,
+                place=connections.place,
+                wire=Wire(connections.data),
+                control=Wire(connections.control),
+                status=connections.status,
+                transcript=transcript,
+                transcripts=[transcript],
+                streams=dict(enumerate(connections.streams, start=1)),
+                is_read_elsewhere=is_read_elsewhere,
             )
-            member.streams.update(enumerate(streams, start=1))
-            member.is_read_elsewhere = is_read_elsewhere
             self._take_over(member)
         except BaseException:
             if member not in self.all:  # nothing owns the process: without connections, it exits
@@ -177,7 +182,7 @@ class Members:
 
     def receive(self, member: Member, wire: Wire) -> None:
         """Read once, send what waits for room, and hand on the messages that are complete."""
-        if wire.has_unsent:
+        if wire.has_unsent:  # the socket may have room, which also wakes the selector
             wire.flush()
             self._events.watch_for_room(wire)
         try:
@@ -242,9 +247,9 @@ class Members:
         if not data:  # all processes of the rank have ended, or the server died, which killed it
             if not member.has_exited:
                 self._starter.kill(member.rank, member.pid)  # its children outlive the server
-                self._on_exit(
-                    member, None, "" if self.lost else self._starter.describe(member.rank)
-                )
+                # If another rank could not be forked, that is the reason
+                lost_with = "" if self.lost else self._starter.describe(member.rank)
+                self._on_exit(member, None, lost_with)
             self._forget(member)
             return
         member.record += data
@@ -253,7 +258,7 @@ class Members:
         (word, number), member.record = STATUS.unpack(member.record), b""
         if word == STARTED:
             member.pid = number
-            if self._has_killed:
+            if self._has_killed:  # before the number was known
                 self._starter.kill(member.rank, number)
         elif word == EXITED:
             self._on_exit(member, number)
@@ -274,11 +279,13 @@ class Members:
 
     def death_of(self, member: Member, code: int | None, lost_with: str = "") -> Outcome:
         """Return how a rank has ended that did not answer."""
+        # A rank exits with 1 after an order. None: its exit code was lost with the server
         by_order = self.is_ending and code in (None, 1, -signal.SIGTERM)
         by_force = self._has_killed and code == -signal.SIGKILL
         # A rank could not be forked, and the others end because of it
         because_of_another = bool(self.lost)
-        if not lost_with and (by_order or by_force or because_of_another):
+        is_expected = by_order or by_force or because_of_another
+        if is_expected and not lost_with:
             return Ended(time.time())
         words = member.transcript.last_words()
         return Died(time.time(), member.pid, code, last_words=words, lost_with=lost_with)
@@ -295,7 +302,7 @@ class Members:
         """Order every rank to end. Those that are late are killed."""
         if not self.is_ending:
             self.is_ending = True
-            self._events.timers.clear()
+            self._events.timers.clear()  # the time limits of the call that ends with it
             self._events.timers[self._end_by_force] = time.monotonic() + self._grace_s
             for member in self.all:
                 self.tell(member, "end")
