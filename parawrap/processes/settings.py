@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec
 from typing import NamedTuple
@@ -75,11 +76,8 @@ class Settings:
                 os.chdir(self.cwd)
             sys.path[:0] = [each for each in self.path if each not in sys.path]
         else:
-            gone = dict.fromkeys(os.environ.keys() - self.environ.keys())
-            differs = {
-                name: value for name, value in self.environ.items() if os.environ.get(name) != value
-            }
-            ChangedSettings(gone | differs, self.cwd, self.path).apply()
+            changed = _changes_between(os.environ, self.environ)
+            ChangedSettings(changed, self.cwd, self.path).apply()
         sys.argv[:] = self.argv
         sys.modules["__main__"] = main = types.ModuleType("__main__")
         if self.main_file is not None:
@@ -113,7 +111,7 @@ class ChangedSettings:
             else:
                 os.environ[name] = value
         if self.environ:
-            time.tzset()
+            time.tzset()  # C code reads TZ once
         if self.cwd is not None:
             with contextlib.suppress(OSError):  # deleted in the meantime, or not on this machine
                 os.chdir(self.cwd)
@@ -151,22 +149,24 @@ class SentSurroundings:
         if raw_environ == sent.raw and cwd == sent.cwd and sys.path == sent.path:
             return None
         self._next = now = Surroundings.here()
-        names = sent.environ | now.environ
-        changed = {
-            name: now.environ.get(name)
-            for name in names
-            if now.environ.get(name) != sent.environ.get(name)
-        }
-        return ChangedSettings(
-            changed,
-            now.cwd if now.cwd != sent.cwd else None,
-            now.path if now.path != sent.path else None,
-        )
+        changed = _changes_between(sent.environ, now.environ)
+        cwd_now = None if now.cwd == sent.cwd else now.cwd
+        path_now = None if now.path == sent.path else now.path
+        return ChangedSettings(changed, cwd_now, path_now)
 
     def note_sent(self, changes: ChangedSettings | None) -> None:
         """Note that the ranks get the last changes."""
         if changes is not None:
             self._sent = self._next
+
+
+def _changes_between(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables that differ now, with their new values; None for those that are gone."""
+    return {
+        name: now.get(name)
+        for name in before.keys() | now.keys()
+        if now.get(name) != before.get(name)
+    }
 
 
 def _precision() -> str | None:

@@ -167,9 +167,9 @@ class Slabs:
         self._free: list[int] = []  # by size
         self._numbers = count()
         self._mapped: dict[int, _Mapped] = {}
-        # slabs of the other end, by id of the ref
+        # Slabs of the other end, by id of the ref, which the dict keeps alive
         self._lent: dict[int, tuple[weakref.ref[Any], int]] = {}
-        # refs to lent memory that nothing uses any more
+        # Refs to lent memory that nothing uses any more. Any thread may append, in one step of C
         self._freed: deque[weakref.ref[Any]] = deque()
         # slabs that could not be mapped, and numbers to send again
         self._refused: deque[int] = deque()
@@ -208,7 +208,7 @@ class Slabs:
             if (gone := self._mapped.pop(number, None)) is not None:
                 os.close(gone.file)
         for number in released:
-            if number < 0:
+            if number < 0:  # "not again": see `take_released`
                 self._retire(~number)
             else:
                 self.free(number)
@@ -216,9 +216,10 @@ class Slabs:
     def free(self, number: int) -> None:
         """Keep a slab for a later message, and the largest free ones with it."""
         self._free = sorted((*self._free, number), key=lambda each: len(self._own[each]))
-        while len(self._free) > _MOST_FREE or (
-            len(self._free) > 1 and self._free_bytes() > MOST_KEPT
-        ):
+        while len(self._free) > 1:  # the largest stays until `trim`
+            n_bytes = sum(len(self._own[each]) for each in self._free)
+            if len(self._free) <= _MOST_FREE and n_bytes <= MOST_KEPT:
+                break
             self._retire(self._free.pop(0))
 
     def forget(self, number: int) -> None:
@@ -231,9 +232,6 @@ class Slabs:
             self._free.remove(number)
             self._retire(number)
 
-    def _free_bytes(self) -> int:
-        return sum(len(self._own[each]) for each in self._free)
-
     def _retire(self, number: int) -> None:
         del self._own[number]
         self.retired.append(number)
@@ -243,11 +241,13 @@ class Slabs:
             if len(self._own[number]) >= size:
                 self._free.remove(number)
                 return number, None
-        step = max(_WORTH_MAPPING, 1 << (size.bit_length() - 3))  # so that similar sizes fit too
-        number, size, file = next(self._numbers), -(-size // step) * step, memory_file()
+        # Larger by a quarter at most, so that similar sizes fit too
+        step = max(_WORTH_MAPPING, 1 << (size.bit_length() - 3))
+        n_steps = -(-size // step)  # rounded up
+        number, file = next(self._numbers), memory_file()
         try:
-            _reserve(file, size)
-            self._own[number] = mmap.mmap(file, size)
+            _reserve(file, n_steps * step)
+            self._own[number] = mmap.mmap(file, n_steps * step)
         except BaseException:
             os.close(file)
             raise
@@ -270,6 +270,7 @@ class Slabs:
                 os.close(file)
                 self.refuse(number)
                 raise
+        # Lent in any case: the slab returns to its owner when the copy below is made
         block = self._lend(number)[:size]
         n_lent = len(self._lent) - len(self._freed)
         if self.lends_all or (size >= _WORTH_LENDING and n_lent <= _MOST_LENT):
@@ -334,7 +335,8 @@ class Slabs:
         address. The owner does not write it any more, because the slab returns as "not again".
         """
         for _, number in list(self._lent.values()):
-            if number in self._inherited or (mapped := self._mapped.get(number)) is None:
+            mapped = self._mapped.get(number)
+            if mapped is None or number in self._inherited:  # retired, or private since a fork
                 continue
             self._inherited.add(number)
             address = ctypes.addressof(_byte.from_buffer(mapped.memory))
@@ -362,6 +364,7 @@ def _reserve(file: int, size: int) -> None:
 
 
 def _make_private() -> None:
+    # A list: the collector may drop a member meanwhile
     for slabs in list(_all):
         slabs.make_private()
 
