@@ -71,7 +71,8 @@ class Events:
         self.lock = threading.RLock()
         self.timers: dict[Act, float] = {}
         self._posted: deque[Act] = deque()
-        self._wakes_at = 0.0  # when the thread of the pool ends its wait, at the latest
+        # When the thread of the pool ends its wait, at the latest; 0 once it was woken
+        self._wakes_at = 0.0
         self._selector = selectors.DefaultSelector()
         # epoll and kqueue can be watched themselves
         self._answers: Any = selectors.DefaultSelector()
@@ -87,7 +88,7 @@ class Events:
 
     def post(self, act: Act) -> None:
         """Run an action in the thread of the pool. After `close`, do nothing."""
-        self._posted.append(act)
+        self._posted.append(act)  # before the wake, and in one step of C
         self._waker.wake()
 
     def wake_caller(self) -> None:
@@ -98,8 +99,9 @@ class Events:
 
     def wake_in_time(self) -> None:
         """Wake the thread of the pool if it would sleep past a timer that this thread has set."""
-        if min((NEVER, *self.timers.values())) < self._wakes_at:
-            self._wakes_at = 0.0
+        first_due_at = min(self.timers.values(), default=NEVER)
+        if first_due_at < self._wakes_at:
+            self._wakes_at = 0.0  # it is woken once
             self._waker.wake()
 
     def watch(self, file: Any, act: Act) -> None:
@@ -123,7 +125,9 @@ class Events:
             return
         selector = self._selector_of(number)
         key = selector.get_key(number)
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.has_unsent else 0)
+        wanted = selectors.EVENT_READ
+        if wire.has_unsent:  # always watched, it would end each wait at once
+            wanted |= selectors.EVENT_WRITE
         if key.events != wanted:
             selector.modify(number, wanted, key.data)
 
@@ -180,7 +184,7 @@ class Events:
                     act()
 
     def _run_posted(self) -> None:
-        self._waker.clear()
+        self._waker.clear()  # first: an action that is posted meanwhile wakes again
         while self._posted:
             self._posted.popleft()()
 

@@ -23,8 +23,9 @@ from parawrap.errors import LaunchError
 _log = logging.getLogger("parawrap.launch")
 
 _IN_MEMORY = 1 << 20  # bytes per rank; most ranks write less
-_PIECE = 1 << 16  # bytes that are printed at a time
-_LAST_LINE = 1 << 16  # bytes of output that are searched for the last line
+_PIECE = 1 << 16  # bytes that are printed at a time, and that are in memory twice then
+# Bytes of output that are searched for the last line. A guess: a progress bar has short lines
+_LAST_LINE = 1 << 16
 _LAST_WORDS = 4000  # bytes, enough for a traceback
 _LINE_END = re.compile(r"(\r\n|\n|\r)")
 _ESCAPE_CODE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colors and movements of the cursor
@@ -58,7 +59,9 @@ class Printer:
     def finish(self) -> None:
         """Print all output, and end the thread then. Wait for it for at most a second."""
         self.flush()
-        self._executor.shutdown(wait=self._last is None or self._last.done())
+        has_printed_all = self._last is None or self._last.done()
+        # A blocked terminal may not block the launch: the thread ends when it goes on
+        self._executor.shutdown(wait=has_printed_all)
 
 
 class _Lines:
@@ -75,10 +78,10 @@ class _Lines:
 
         Keep the rest until its end arrives, or print it if it is `final`.
         """
+        # Lines and their ends by turns, then a line without an end
         *lines, begun = _LINE_END.split(self._begun + self._decoder.decode(data, final))
-        shown = [
-            self._prefix + line + end for line, end in zip(lines[::2], lines[1::2], strict=True)
-        ]
+        texts, ends = lines[::2], lines[1::2]
+        shown = [self._prefix + text + end for text, end in zip(texts, ends, strict=True)]
         self._begun = "" if final else begun
         if final and begun:
             shown.append(self._prefix + begun + "\n")
@@ -89,6 +92,7 @@ class _Lines:
         target: Any = getattr(sys, self._stream)
         if text and target is not None:
             encoding = getattr(target, "encoding", None) or "utf-8"
+            # Characters that the target lacks would raise in `write`
             target.write(text.encode(encoding, "backslashreplace").decode(encoding))
             target.flush()
 
@@ -150,6 +154,10 @@ class _Unshown(NamedTuple):
     size: int
     data: bytes | None = None
 
+    def is_followed_by(self, stream: int, start: int) -> bool:
+        """True if kept output of this stream that starts there can be printed with this one."""
+        return self.stream == stream and self.start + self.size == start
+
 
 class Transcript:
     """The output of one rank, from both streams, in order of arrival.
@@ -168,8 +176,8 @@ class Transcript:
     """
 
     def __init__(self, printer: Printer | None, prefix: str = "", path: Path | None = None) -> None:
-        # The thread of the pool writes, that of the printer takes, and any thread reads. Never held
-        # while the printer prints: a terminal may block
+        # Of all attributes below: the thread of the pool writes, that of the printer takes, and
+        # any thread reads. Never held while the printer prints: a terminal may block
         self._access = threading.Lock()
         self._printer = printer
         self._kept = _Kept()
@@ -189,15 +197,14 @@ class Transcript:
             if self._printer is None:
                 return
             last = self._unshown[-1] if self._unshown else None
-            follows_last = (
-                last is not None and last.stream == stream and last.start + last.size == start
-            )
-            if is_kept and last is not None and follows_last:
+            # One entry for a run of one stream: a blocked terminal costs no memory
+            if is_kept and last is not None and last.is_followed_by(stream, start):
                 self._unshown[-1] = last._replace(size=last.size + len(data))
             else:
                 self._unshown.append(_Unshown(stream, start, len(data), None if is_kept else data))
-            is_asked, self._is_showing = self._is_showing, True
-        if not is_asked:
+            was_showing = self._is_showing
+            self._is_showing = True
+        if not was_showing:
             self._printer.add(self._show)
 
     def record(self, text: str) -> None:
@@ -236,10 +243,11 @@ class Transcript:
                     self._is_showing = False
                     return
                 stream, start, size, data = self._unshown.popleft()
-                if size > _PIECE and data is None:
-                    self._unshown.appendleft(_Unshown(stream, start + _PIECE, size - _PIECE))
                 if data is None:
                     data = self._kept.read(start, min(size, _PIECE))
+                    if size > _PIECE:
+                        rest = _Unshown(stream, start + _PIECE, size - _PIECE)
+                        self._unshown.appendleft(rest)
             # a broken standard output, as for each piece before
             with contextlib.suppress(Exception):
                 self._lines[stream - 1].take(data)

@@ -39,6 +39,7 @@ class Preemption:
     def is_due(self) -> bool:
         """True if the rank should save now. Blocks while the ranks agree on the iteration."""
         with self._changed:
+            # Without a time limit: the launching process ends the ranks if they do not agree
             self._changed.wait_for(lambda: not self._held_back or self._due_from is not None)
             if self._due_from is not None and self._answered >= self._due_from:
                 return True

@@ -50,11 +50,10 @@ class StoreAddress:
     is_served: bool = False
 
     def __str__(self) -> str:
-        return (
-            f"file {self.path}"
-            if self.path
-            else f"tcp {self.host}:{self.port or '(any free port)'}"
-        )
+        if self.path:
+            return f"file {self.path}"
+        port = str(self.port) if self.port else "(any free port)"
+        return f"tcp {self.host}:{port}"
 
     def open(self, world_size: int) -> dist.Store:
         """Connect a rank to the store.
@@ -122,12 +121,12 @@ def open_tcp_store(host: str, port: int, *, everywhere: bool) -> Iterator[StoreA
     with listener:
         listener.settimeout(None)
         port = int(listener.getsockname()[1])
-        file = os.dup(listener.fileno())
+        file = os.dup(listener.fileno())  # the store closes it
         store = dist.TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=file
         )
     yield StoreAddress(host, port, is_served=True)
-    del store
+    del store  # it serves until here
 
 
 def free_port() -> int:
@@ -153,7 +152,7 @@ class Groups:
         Return the latter; None if it is in no list.
         """
         global _has_joined
-        _has_joined = True
+        _has_joined = True  # also if it fails: its errors may be echoes
         if self.on_loopback:
             stay_on_loopback()
         before = _connections()
@@ -169,7 +168,9 @@ class Groups:
         except Exception:
             _number_groups_again()
             raise
-        group = self.make_own(rank) if self.lists else cast("dist.ProcessGroup", dist.group.WORLD)
+        world = cast("dist.ProcessGroup", dist.group.WORLD)
+        group = self.make_own(rank) if self.lists else world
+        # gloo connects all pairs while a group is made
         _links.clear()
         _links.update(_connections() - before)
         return group
