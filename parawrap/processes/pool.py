@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any
 
 from parawrap.errors import LaunchError, SessionError
-from parawrap.processes.events import NEVER, Events
+from parawrap.processes.events import Events
 from parawrap.processes.latch import Latch
 from parawrap.processes.members import Member, Members, RankStarter
 from parawrap.processes.outcomes import (
@@ -96,7 +96,7 @@ class Call:
     error: OSError | None = None  # why this process could not take an answer
     halt: Halt | None = None
     is_deadlocked: bool = False  # its ranks waited for ranks that do not take part
-    hint_s: float = STILL_S  # that a rank may be idle before the hint; NEVER afterwards
+    has_hint: bool = False  # that a rank is idle was logged
     began_at: float = 0.0
     departed_at: float = 0.0  # when the last rank ended the call; the begin of the call before
     last_sign: float = 0.0  # when a rank last wrote output, made progress, or ended the call
@@ -607,12 +607,14 @@ class Pool:
         do_all_wait = all(each.looked and each.looked.waits_s >= STUCK_S for each in running)
         if are_some_absent and do_all_wait and now - call.departed_at >= STUCK_S:
             self._end_waits(call)
-        elif any(each.looked and each.looked.idle_s >= call.hint_s for each in running):
+            return
+        is_one_idle = any(each.looked and each.looked.idle_s >= STILL_S for each in running)
+        if is_one_idle and not call.has_hint:
             self._log_hint(call, running, now)
 
     def _log_hint(self, call: Call, running: Sequence[Member], now: float) -> None:
         """Log where the ranks are, once per call."""
-        call.hint_s = NEVER
+        call.has_hint = True
         places = []
         for each in running:
             if each.looked is None:
