@@ -556,9 +556,9 @@ class ForkServer:
     def _refusal(self, rank: int, error: OSError) -> str:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return (
-                f"rank {rank} cannot be started: this process has reached its limit on open "
-                f"files ({error}). A rank "
-                "needs eight of them here: raise the limit with ulimit -n, or start fewer ranks"
+                f"rank {rank} cannot be started: this process has reached its limit on open files "
+                f"({error}). A rank needs eight of them here: raise the limit with ulimit -n, or "
+                "start fewer ranks"
             )
         return f"the process of rank {rank} cannot be started by {self.describe(rank)}: {error}"
 

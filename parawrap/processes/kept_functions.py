@@ -106,13 +106,14 @@ def parts_of(function: Any) -> list[Any] | None:
         return [] if is_of_module else None
     if type(function) is not types.FunctionType or function.__dict__:
         return None
-    by_key = [part for pair in (function.__kwdefaults__ or {}).items() for part in pair]
-    values = [*(function.__defaults__ or ()), *by_key, *_contents_of_cells(function)]
+    by_key = function.__kwdefaults__ or {}
+    defaults = [*(function.__defaults__ or ()), *by_key, *by_key.values()]
+    values = [*defaults, *_contents_of_cells(function)]
     if not all(type(each) in PLAIN for each in values):  # also a variable that is not assigned yet
         return None
     if any(isinstance(each, (str, bytes)) and len(each) > _LARGEST_KEPT for each in values):
         return None
-    annotations = [part for pair in function.__annotations__.items() for part in pair]
+    annotations = [*function.__annotations__, *function.__annotations__.values()]
     if not all(isinstance(each, (*PLAIN, type)) for each in annotations):
         return None
     names = [function.__name__, function.__qualname__, function.__module__, function.__doc__]

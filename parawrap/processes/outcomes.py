@@ -252,9 +252,14 @@ def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
 
     If a rank exited to be restarted, the echoes of its exit do not count as failures.
     """
-    failures = {rank: each for rank, each in outcomes.items() if isinstance(each, (Raised, Died))}
-    if any(isinstance(each, Requeued) for each in outcomes.values()):
-        failures = {rank: each for rank, each in failures.items() if not counts_as_echo(each)}
+    is_to_restart = any(isinstance(each, Requeued) for each in outcomes.values())
+    failures: dict[int, Raised | Died] = {}
+    for rank, outcome in outcomes.items():
+        if not isinstance(outcome, (Raised, Died)):
+            continue
+        if is_to_restart and counts_as_echo(outcome):
+            continue
+        failures[rank] = outcome
 
     def order(rank: int) -> tuple[bool, float, int]:
         # False is less than True. The clock of all ranks is the same, or nearly so on other nodes
@@ -433,8 +438,7 @@ def _error_with_stacks(name: str, ending: Ending) -> LaunchError:
         how = "the ranks that were called wait"
     msg = (
         f"{name} is deadlocked: {how} in torch.distributed. In a collective, every rank of the "
-        "group has to take part. "
-        f"Stacks of the waiting ranks:\n{stacks}"
+        f"group has to take part. Stacks of the waiting ranks:\n{stacks}"
     )
     error = LaunchError(msg)
     for note in ending.history:

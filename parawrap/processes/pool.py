@@ -64,7 +64,8 @@ _EXIT_HANDLERS_S = 600.0
 _PLACES_S = 0.5  # for ranks to say where they are: who presses Ctrl-C waits for it
 _STOPPED_S = 1.0  # a longer delay of this thread means that this process itself was stopped
 _TRIM_S = 3.0  # without a call, after which large slabs are freed
-_MOST_COPIED = 256 << 20  # bytes of one call in the slabs of all ranks; beyond, they share a file
+# Bytes of one call in the slabs of all ranks; beyond, they share a file. A guess
+_MOST_COPIED = 256 << 20
 _NO_ANSWER = "no answer within a second: the rank is stopped, or runs code that holds the GIL"
 _log = logging.getLogger("parawrap.launch")
 
@@ -261,17 +262,20 @@ class Pool:
             OSError: If this process has reached a limit. No rank gets it.
         """
         assert call.packed is not None
-        packed, block, must_regroup = call.packed, call.packed.block, self._must_regroup
+        packed, block = call.packed, call.packed.block
         number = self._number + 1
-        generation = self._generation + 1 if must_regroup else None
-        needs_all = self._stays and (packed.is_news or call.changes is not None or must_regroup)
+        generation = self._generation + 1 if self._must_regroup else None
+        # Ranks that do not run the call take what later calls rely on
+        has_news = packed.is_news or call.changes is not None or self._must_regroup
+        needs_all = self._stays and has_news
         members = [each for each in self._members.all if needs_all or each.rank in call.ranks]
         # Slabs pay when they are used again. A file is written once for all ranks
         fits_slabs = self._stays and len(members) * block.size <= _MOST_COPIED
         if len(members) > 1 and not fits_slabs:
             block.detach()
         letters: list[tuple[Wire, Letter]] = []
-        heads: dict[bool, bytes] = {}  # by whether the rank calls the function
+        # By whether the rank calls the function: each is pickled once for all ranks
+        heads: dict[bool, bytes] = {}
         try:
             for member in members:
                 runs_it = member.rank in call.ranks
@@ -316,9 +320,10 @@ class Pool:
         self._stacks = {}
         for member in self._members.all:
             member.looked = None
-            copies = (call.transcripts[member.rank],) if member.rank in call.transcripts else ()
-            member.transcripts = [member.transcript, *copies]
-            if member.has_exited:
+            member.transcripts = [member.transcript]
+            if member.rank in call.transcripts:
+                member.transcripts.append(call.transcripts[member.rank])
+            if member.has_exited:  # between two calls, and no report follows
                 call.others.discard(member.rank)
                 self._settle(member, self._members.death_of(member, None))
 
@@ -335,14 +340,14 @@ class Pool:
             if self._stays:
                 self._timers[self._trim] = time.monotonic() + _TRIM_S
                 self.events.wake_in_time()
-        operations = {member.operations for member in self._members.all}
         # Groups work only if all ranks have the same ones, at the same collective
+        operations = {member.operations for member in self._members.all}
         is_out_of_step = call.halt is not None and len(operations) > 1
-        has_old_groups = call.generation is not None and bool(call.unloaded)
         has_broken = call.halt is not None and call.halt.has_broken
-        self._must_regroup = self._has_groups and (
-            has_broken or None in operations or is_out_of_step or has_old_groups
-        )
+        some_have_old_groups = call.generation is not None and bool(call.unloaded)
+        have_failed = is_out_of_step or has_broken or some_have_old_groups
+        some_lack_groups = None in operations  # a function has destroyed them
+        self._must_regroup = self._has_groups and (have_failed or some_lack_groups)
         is_cancelled, lost = self._members.is_cancelled, self._members.lost
         return Ending(
             dict(sorted(call.outcomes.items())),
@@ -446,7 +451,7 @@ class Pool:
                 self.idle_deaths[member.rank] = outcome
             return
         if member.rank in call.outcomes or member.rank not in call.ranks:
-            return  # the first outcome holds: a rank that has returned exits afterwards
+            return  # the first outcome holds: a rank that has returned may exit afterwards
         if isinstance(outcome, Died) and self._stays and member.wrote_at < call.began_at:
             # Output of earlier calls is no clue, such as the tracebacks of their errors
             outcome = replace(outcome, last_words="")
@@ -462,7 +467,7 @@ class Pool:
             self._agree_on_checkpoint(member.rank)
         if self.is_ending:
             return
-        if isinstance(outcome, Died) and self._stays:
+        if isinstance(outcome, Died) and self._stays:  # the other ranks are of no use without it
             self.end()
         elif isinstance(outcome, Requeued):
             self._timers.setdefault(self.end, now + self._grace_s)
@@ -493,7 +498,7 @@ class Pool:
         now = time.monotonic()
         self._timers.pop(self._interrupt, None)  # which waited for the original failure
         self._timers[self._break_connections] = self._timers[self._look] = now + _BREAK_S
-        if by_user:
+        if by_user:  # after a failure, `_look` decides: C code may take its time
             self._timers[self._lose] = now + max(self._grace_s, 2 * _BREAK_S)
         for member in self._running():
             self._members.tell(member, "interrupt", call.number)
@@ -503,7 +508,7 @@ class Pool:
 
         Once all have, send them the call that returns True.
         """
-        if self._unanswered == {rank}:
+        if self._unanswered == {rank}:  # the last one
             step = max(member.steps for member in self._members.all)
             for member in self._members.all:
                 self._members.tell(member, "checkpoint", step)
@@ -523,8 +528,7 @@ class Pool:
         running = ", ".join(str(member.rank) for member in self._running())
         self._members.lost = (
             f"rank(s) {running} did not stop within grace_s={self._grace_s:g} after the call had "
-            "failed "
-            "or was interrupted"
+            "failed or was interrupted"
         )
         self.end()
 
@@ -645,7 +649,8 @@ class Pool:
 
     def _end_waits(self, call: Call) -> None:
         """End ranks that wait for others in vain: to restart, or with an error and stacks."""
-        if self.preempted or any(isinstance(each, Requeued) for each in call.outcomes.values()):
+        is_to_restart = any(isinstance(each, Requeued) for each in call.outcomes.values())
+        if self.preempted or is_to_restart:
             self.end()
             return
         call.is_deadlocked = True

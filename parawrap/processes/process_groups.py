@@ -68,8 +68,8 @@ class StoreAddress:
         except (RuntimeError, dist.DistError) as error:
             msg = (
                 f"this rank cannot reach the store of its launch at {self.host}:{self.port}: "
-                f"{error}. The store accepts "
-                "connections from any process, so another program may have disturbed it"
+                f"{error}. The store accepts connections from any process, so another program may "
+                "have disturbed it"
             )
             raise LaunchError(msg) from error
 

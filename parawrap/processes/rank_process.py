@@ -158,9 +158,8 @@ def _open_streams(*, is_buffered: bool) -> None:
 def refuse_breakpoint(*_: object, **__: object) -> NoReturn:
     """Raise LaunchError, in place of ``breakpoint()``."""
     msg = (
-        "a rank has no terminal. Call .inline(...) of the decorated function instead: it runs "
-        "the function in the "
-        "launching process, for a debugger"
+        "a rank has no terminal. Call .inline(...) of the decorated function instead: it runs the "
+        "function in the launching process, for a debugger"
     )
     raise LaunchError(msg)
 

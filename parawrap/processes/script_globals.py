@@ -141,17 +141,14 @@ class SentScript:
             UnsendableError: If the function, an argument, or a global cannot be pickled.
         """
         self._follow_registrations()
-        used = list(self._globals_used_by(function))
-        deleted = [
-            name
-            for name, value in used
-            if value is ABSENT and name in self._sent and name not in self._owned
-        ]
-        new = {
-            name: Sent(value, _contents_of(value))
-            for name, value in used
-            if value is not ABSENT and self.must_send(name, value)
-        }
+        new: dict[Name, Sent] = {}
+        deleted: list[Name] = []
+        for name, value in self._globals_used_by(function):
+            if value is ABSENT:
+                if name in self._sent and name not in self._owned:
+                    deleted.append(name)
+            elif self.must_send(name, value):
+                new[name] = Sent(value, _contents_of(value))
         # A rank replays the call that brought a kept function, and its globals would be old then
         can_be_kept = self._imports and not (bound_to or new or deleted)
         parts = parts_of(function) if can_be_kept else None
@@ -457,13 +454,13 @@ class _CallPickler(ValuePickler):
         # attributes of the function, and its other parts by name, such as its globals
         _constructor, _arguments, (_attributes, slots), *_ = reduced
         space = self._script.space_of(function.__globals__)
-        slots["__globals__"] = {
-            name: value
-            for name, value in slots["__globals__"].items()
-            if (space, name) in self._new or self._script.must_send((space, name), value)
-        }
+        unknown = {}
         for name, value in slots["__globals__"].items():
-            self._new[space, name] = Sent(value, _contents_of(value))
+            key = space, name
+            if key in self._new or self._script.must_send(key, value):
+                unknown[name] = value
+                self._new[key] = Sent(value, _contents_of(value))
+        slots["__globals__"] = unknown
 
     def _note(self, obj: Any) -> None:
         name = obj.__qualname__

@@ -357,8 +357,7 @@ def _reserve(file: int, size: int) -> None:
             raise
         msg = (
             f"no room for {size:,} bytes of shared memory for another process: {error.strerror}. "
-            "Use "
-            "smaller batches, fewer processes, or a container with more memory"
+            "Use smaller batches, fewer processes, or a container with more memory"
         )
         raise SessionError(msg) from error
 
