@@ -77,9 +77,8 @@ class KeptFunctions:
         if before is None or before.key != kept.key:
             self._gone.clear()  # the call that brings the function brings these keys too
             if len(self._kept) >= _MOST_FUNCTIONS:
-                oldest = next(
-                    iter(self._kept)
-                )  # a dict keeps the order of entry: of the last calls
+                # A dict keeps the order of entry, which is that of the last calls here
+                oldest = next(iter(self._kept))
                 del self._kept[oldest]
         self._kept[id(kept.function)] = kept
 

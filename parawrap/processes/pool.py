@@ -151,6 +151,7 @@ class Pool:
         self._up_at = up_at
         self._hang_s = hang_s
         self._stays = assignments[0].stays
+        # Four looks within `hang_s`: a call that hangs is ended a quarter late at most
         self._look_s = _POLL_S if hang_s is None else min(_POLL_S, hang_s / 4)
         self._call: Call | None = None  # that runs
         self._number = 0  # of the last call
@@ -178,7 +179,7 @@ class Pool:
 
     def state_of(self, rank: int) -> str:
         """Describe the state of a rank."""
-        call = self._call
+        call = self._call  # read once: the thread of the pool may end the call meanwhile
         if not self._is_set_up:
             return "starting"
         if call is not None and rank in call.ranks:
@@ -423,7 +424,7 @@ class Pool:
             self._members.tell(member, "preempt")
 
     def _running(self) -> list[Member]:
-        call = self._call
+        call = self._call  # read once, as in `state_of`
         if call is None:
             return []
         return [self._members.all[rank] for rank in call.ranks if rank not in call.outcomes]
@@ -525,6 +526,7 @@ class Pool:
             self._members.tell(member, "break")
 
     def _lose(self) -> None:
+        """End all ranks: some have not stopped after an interrupt."""
         running = ", ".join(str(member.rank) for member in self._running())
         self._members.lost = (
             f"rank(s) {running} did not stop within grace_s={self._grace_s:g} after the call had "
@@ -595,9 +597,9 @@ class Pool:
         if call.halt is not None:
             if any(_ignores_halt(member, call.number, call.halt) for member in running):
                 self._timers.setdefault(self._lose, now + self._grace_s)
-        elif call.number > 0:  # the set-up has time limits of its own
+        elif call.number > 0:  # the limits are those of the function, not of the set-up
             self._judge(call, running, now)
-        for member in self._running():  # `_judge` may have ended some
+        for member in running:
             self._ask(member, "look")
 
     def _judge(self, call: Call, running: Sequence[Member], now: float) -> None:
@@ -643,9 +645,9 @@ class Pool:
             return "no rank wrote output or made progress"
         written_at = max(call.began_at, *(member.wrote_at for member in self._members.all))
         waits_s = max((each.looked.waits_s for each in running if each.looked), default=0.0)
-        if min(waits_s, now - written_at) < self._hang_s:
-            return ""
-        return "no rank wrote output, and ranks waited for others in a collective"
+        if waits_s >= self._hang_s and now - written_at >= self._hang_s:
+            return "no rank wrote output, and ranks waited for others in a collective"
+        return ""
 
     def _end_waits(self, call: Call) -> None:
         """End ranks that wait for others in vain: to restart, or with an error and stacks."""
@@ -655,6 +657,7 @@ class Pool:
             return
         call.is_deadlocked = True
         if self._stays:
+            # The ranks answer while they wait: the error of the call has their stacks
             self._ask_for_stacks()
             self._interrupt()
         else:
@@ -678,9 +681,11 @@ class Pool:
                 _set_all(self._place_requests)
         elif word == "stacks":
             self._stacks[member.rank] = body
-            if _NO_ANSWER not in self._stacks.values():
+            have_all_answered = _NO_ANSWER not in self._stacks.values()
+            if have_all_answered:
                 _set_all(self._stack_requests)
-                if self._end_without_stacks in self._timers:
+                has_ended_call = self._end_without_stacks in self._timers
+                if has_ended_call:  # and waits for nothing else
                     self.end()
         elif word == "answered":
             member.steps = body

@@ -533,8 +533,10 @@ class ScriptOfRank:
         # Classes that came by value are among those to which cloudpickle has given an identity
         received_classes.update(cls for cls in list(id_of_class) if cls not in received_classes)
         self._received = {space: dict(values) for space, values in self._all_spaces()}
-        bound_to = [call["the object"]] if "the object" in call else []
-        return call["the function"], (*bound_to, *call["args"]), call["kwargs"]
+        args = call["args"]
+        if "the object" in call:
+            args = (call["the object"], *args)
+        return call["the function"], args, call["kwargs"]
 
     def changes(self) -> tuple[list[Name], list[Name]] | None:
         """Return the globals that functions have assigned and deleted since the last call."""
@@ -542,9 +544,10 @@ class ScriptOfRank:
         for space, values in self._all_spaces():
             before = self._received.get(space, {})
             for name, value in list(values.items()):  # threads may change it
-                is_unchanged = before.get(name, ABSENT) is value
-                is_own = name.startswith("__")  # of the module, such as `__builtins__`
-                if not (is_unchanged or is_own or (space, name) in self._owned):
+                if before.get(name, ABSENT) is value:  # first: so it is for nearly all
+                    continue
+                is_of_module = name.startswith("__")  # such as `__builtins__`
+                if not is_of_module and (space, name) not in self._owned:
                     assigned.append((space, name))
             deleted += [(space, name) for name in before if name not in values]
         self._owned.update(assigned)
