@@ -1,4 +1,4 @@
-"""What a pool of processes waits for: readable files, timers, and actions that other threads post.
+"""The events of a pool of processes: readable files, timers, and actions of other threads.
 
 ::
 
@@ -62,7 +62,7 @@ class Events:
     """The events of one pool.
 
     Attributes:
-        lock: Held while an event is handled, and by whoever changes the state of the pool.
+        lock: Held while an event is handled, and by any thread that changes the state of the pool.
         timers: Actions, and when they are due.
     """
 

@@ -567,7 +567,7 @@ class ForkServer:
         if pid:
             send_signal(os.killpg, pid, signal.SIGKILL)
             send_signal(os.kill, pid, signal.SIGKILL)
-        # What has stopped a rank may have stopped its keeper too, which reports its end
+        # A signal that stopped the rank may have stopped its keeper too, which reports its end
         with contextlib.suppress(OSError):  # the server has ended
             self._socket.send(CONTINUE)
 

@@ -1,4 +1,4 @@
-"""What a fork of this process must not inherit: the descriptors of connections to other processes.
+"""Descriptors that a fork of this process must not inherit: those of connections to processes.
 
 A child that holds the end of a connection keeps the other end from seeing that this process has
 ended. It also keeps a pipe open whose end of file reports the end of a rank.

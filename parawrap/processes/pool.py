@@ -349,13 +349,19 @@ class Pool:
         have_failed = is_out_of_step or has_broken or some_have_old_groups
         some_lack_groups = None in operations  # a function has destroyed them
         self._must_regroup = self._has_groups and (have_failed or some_lack_groups)
+        last_places: dict[int, str] = {}
+        if self._timed_out:
+            for member in self._members.all:
+                if member.looked is not None:
+                    last_places[member.rank] = member.looked.place
         is_cancelled, lost = self._members.is_cancelled, self._members.lost
+        # Ranks that were lost before `cancel` are an error all the same
         return Ending(
             dict(sorted(call.outcomes.items())),
             {member.rank: member.place for member in self._members.all},
             stacks=self._stacks,
             timed_out=self._timed_out,
-            at=self._last_places() if self._timed_out else {},
+            at=last_places,
             deadlocked=call.is_deadlocked,
             cancelled=call.is_cancelled or (is_cancelled and not lost),
             lost=lost,
@@ -363,9 +369,6 @@ class Pool:
             has_output=any(each.wrote_at >= call.began_at for each in self._members.all),
             regroups=self._must_regroup,
         )
-
-    def _last_places(self) -> dict[int, str]:
-        return {each.rank: each.looked.place for each in self._members.all if each.looked}
 
     def end_of_idle_ranks(self) -> Ending:
         """Return how ranks that stay have ended between two calls."""
@@ -546,7 +549,7 @@ class Pool:
         self._timers[self._end_without_stacks] = time.monotonic() + _STACKS_S
 
     def _end_without_stacks(self) -> None:
-        # A method of its own, so that its timer is told from that of `end` after a preemption
+        # Not `end` itself, which has a timer after a preemption
         self.end()
 
     # -- looks at ranks
@@ -684,8 +687,8 @@ class Pool:
             have_all_answered = _NO_ANSWER not in self._stacks.values()
             if have_all_answered:
                 _set_all(self._stack_requests)
-                has_ended_call = self._end_without_stacks in self._timers
-                if has_ended_call:  # and waits for nothing else
+                waits_for_stacks = self._end_without_stacks in self._timers
+                if waits_for_stacks:
                     self.end()
         elif word == "answered":
             member.steps = body

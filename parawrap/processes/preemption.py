@@ -30,7 +30,8 @@ class Preemption:
 
     def __init__(self) -> None:
         # Of the three attributes below. The control thread reads the count and holds calls back in
-        # one step: no call can return False in between, uncounted
+        # one step: no call can return False in between, uncounted. A handler of the function that
+        # raises may leave it locked: then the launch kills the rank after `grace_s`
         self._changed = threading.Condition()
         self._answered = 0
         self._held_back = False

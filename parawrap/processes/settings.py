@@ -97,7 +97,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class ChangedSettings:
-    """What a script changed between two calls of ranks that stay."""
+    """Changes of a script between two calls of ranks that stay."""
 
     environ: dict[str, str | None]  # None for variables that are gone
     cwd: str | None  # None if it is the same

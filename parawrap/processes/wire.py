@@ -429,9 +429,9 @@ class Wire:
                 self.send(NEWS)
 
     def shut(self) -> None:
-        """End the connection at both ends, whoever else has inherited this one.
+        """End the connection at both ends, also if a forked child has this one.
 
-        Keep it readable.
+        Messages that have arrived can still be read.
         """
         with contextlib.suppress(OSError):  # the other end is gone, or this one is closed
             self._socket.shutdown(socket.SHUT_RDWR)
