@@ -24,9 +24,11 @@ def adapt_class(cls: type, reduced: Any) -> Any:
     if not isinstance(reduced, tuple) or reduced[0] not in (make_class, make_enum):
         return reduced
     make, args, *rest = reduced
-    # NamedTuple has no slots. cloudpickle sets those of others when it is too late.
-    if make is make_class and "__slots__" in vars(cls) and NamedTuple not in args[2]:
-        args[3]["__slots__"] = vars(cls)["__slots__"]
+    if make is make_class and "__slots__" in vars(cls):
+        _constructor, _name, bases, namespace, *_ = args
+        # NamedTuple has no slots. cloudpickle sets those of others when it is too late.
+        if NamedTuple not in bases:
+            namespace["__slots__"] = vars(cls)["__slots__"]
     if next(_owners_of_hooks(cls.__bases__), None) is not None:
         return _make_without_hooks, (make, *args), *rest
     return reduced
@@ -61,7 +63,10 @@ def _make_without_hooks(make: Callable[..., type], *args: Any) -> type:
 
     Type creation always calls the hook of the next class, so the bases lend theirs for that time.
     """
-    name, bases = (args[1], args[2]) if make is make_class else (args[1], args[0])
+    if make is make_class:
+        _constructor, name, bases, *_ = args
+    else:
+        bases, name, *_ = args
     borrowed: list[tuple[type, Any]] = []
     with _borrows_hooks:
         try:

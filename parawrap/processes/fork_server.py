@@ -237,8 +237,11 @@ class _Server:
     def _reap(self) -> None:
         """Forget the keepers that have exited, and end what killed ones have left."""
         with contextlib.suppress(ChildProcessError):
-            while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
-                if pid in self._keepers:
+            while True:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:  # the others run
+                    break
+                if pid in self._keepers:  # else an orphan of one
                     self._keepers.pop(pid).close()
                 self._stale.discard(pid)
                 if pid in self._idle:
@@ -406,11 +409,12 @@ class _Keeper:
 
     def _has_children(self) -> bool:
         """Reap the children that have exited. Return True if there are others."""
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0] != 0:
-                pass
-        except ChildProcessError:
-            return False
+        pid = -1
+        while pid != 0:  # 0: the others run
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:  # there are none
+                return False
         return True
 
 

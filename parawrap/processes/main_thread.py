@@ -115,9 +115,13 @@ def place_of_main_thread() -> str:
 def _stack_text(frame: FrameType) -> str:
     try:
         stack = traceback.extract_stack(frame)
-        own = [i for i, each in enumerate(stack) if each.filename.startswith(_OWN_FILES)]
-        after_own = stack[own[-1] + 1 :] if own else []
-        shown = after_own or stack  # a thread of parawrap has only its frames
+        after_own: list[traceback.FrameSummary] = []
+        for each in stack:
+            if each.filename.startswith(_OWN_FILES):
+                after_own = []
+            else:
+                after_own.append(each)
+        shown = after_own or stack  # a thread of parawrap may have only such frames
         return "".join(traceback.StackSummary.from_list(shown).format())
     except Exception as error:  # noqa: BLE001 (as above; a rank does not end because of it)
         return f"  its source cannot be read: {error!r}\n"

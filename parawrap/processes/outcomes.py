@@ -85,7 +85,12 @@ def summary_of(error: BaseException) -> str:
         lines = [line.strip() for line in traceback.format_exception_only(error)]
     except Exception as reason:  # noqa: BLE001 (attributes of the class may raise anything)
         return f"{name}, which cannot be described: {type(reason).__name__}"
-    return next((line for line in lines if line.partition(":")[0].endswith(name)), lines[0])
+    # A SyntaxError has lines of source before, and each exception may have notes behind
+    for line in lines:
+        named, _, _ = line.partition(":")
+        if named.endswith(name):
+            return line
+    return lines[0]
 
 
 def traceback_of(error: BaseException) -> str:

@@ -372,8 +372,10 @@ def _reduce_exception(error: BaseException, *, replaces: bool) -> Any:
     except TypeError:
         return error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     state: dict[str, Any] = dict(*given)
-    if isinstance(own := object.__getstate__(error), tuple):  # with the attributes in slots
-        state |= own[1]
+    own = object.__getstate__(error)
+    if isinstance(own, tuple):
+        _, slots = own  # the attributes in slots; the others are in `state` already
+        state |= slots
     if isinstance(error, (NameError, AttributeError)):
         state["name"] = error.name
     args = error.args
@@ -523,13 +525,16 @@ def _parts_of_class(cls: type, address: str) -> Iterator[tuple[Any, str]]:
         return
     for base in cls.__bases__:
         yield base, f"{address}'s base {base.__qualname__}"
-    parts = [
-        (part, f"{address}.{name}")
-        for name, part in vars(cls).items()
-        if name != "_abc_impl" and not isinstance(part, _DESCRIPTORS_IN_C)
-    ]
     # An attribute is the likelier cause: methods often use the class, and are refused with it
-    yield from sorted(parts, key=lambda each: isinstance(each[0], _METHODS))
+    methods: list[tuple[Any, str]] = []
+    for name, part in list(vars(cls).items()):
+        if name == "_abc_impl" or isinstance(part, _DESCRIPTORS_IN_C):
+            continue  # cloudpickle makes them again
+        if isinstance(part, _METHODS):
+            methods.append((part, f"{address}.{name}"))
+        else:
+            yield part, f"{address}.{name}"
+    yield from methods
 
 
 def _parts_of_function(function: types.FunctionType, address: str) -> Iterator[tuple[Any, str]]:

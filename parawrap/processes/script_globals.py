@@ -99,6 +99,13 @@ class PackedCall(NamedTuple):
         return isinstance(self.item, range)
 
 
+class _Space(NamedTuple):
+    """The globals of functions, and the key that they have in the ranks."""
+
+    key: str
+    globals_: dict[str, Any]  # alive, so that no other dict gets its id
+
+
 class Sent(NamedTuple):
     """A global as it was sent, to notice a change."""
 
@@ -119,8 +126,7 @@ class SentScript:
 
     def __init__(self, *, imports: bool = False) -> None:
         self._imports = imports
-        # by id; the dicts stay, so that ids are not reused
-        self._spaces: dict[int, tuple[str, dict[str, Any]]] = {}
+        self._spaces: dict[int, _Space] = {}  # by the id of the dict
         self._sent: dict[Name, Sent] = {}
         self._owned: set[Name] = set()  # globals that functions of the ranks have assigned
         self._kept = KeptFunctions()
@@ -226,8 +232,8 @@ class SentScript:
         """Return the key of a function's globals."""
         found = self._spaces.get(id(globals_))
         if found is None:
-            found = self._spaces[id(globals_)] = (self._make_key(globals_), globals_)
-        return found[0]
+            found = self._spaces[id(globals_)] = _Space(self._make_key(globals_), globals_)
+        return found.key
 
     def _make_key(self, globals_: dict[str, Any]) -> str:
         name = str(globals_.get("__name__"))
@@ -250,8 +256,8 @@ class SentScript:
             return
         self._by_value = now
         # The key of a module's globals says how the module travels
-        for identity, (_, globals_) in list(self._spaces.items()):
-            self._spaces[identity] = (self._make_key(globals_), globals_)
+        for identity, space in list(self._spaces.items()):
+            self._spaces[identity] = space._replace(key=self._make_key(space.globals_))
         for name, sent in list(self._sent.items()):
             for definition in _definitions_in(sent.value):
                 module = _module_of(definition)
@@ -262,7 +268,8 @@ class SentScript:
 
     def must_send(self, name: Name, value: Any) -> bool:
         """True for a global that the ranks lack."""
-        if name in self._owned or name[0].startswith(_IMPORTED):
+        space, _ = name
+        if name in self._owned or space.startswith(_IMPORTED):
             return False
         sent = self._sent.get(name, _NEVER_SENT)
         if sent.value is not value:
@@ -486,7 +493,8 @@ def _globals_of(space: str) -> dict[str, Any]:
         return vars(sys.modules[_MAIN])
     if space.startswith(_IMPORTED):
         return vars(importlib.import_module(space.removeprefix(_IMPORTED)))
-    return _spaces.setdefault(space, {"__name__": space.rpartition(" ")[0]})
+    name, _, _id = space.rpartition(" ")  # as `_make_key` made it
+    return _spaces.setdefault(space, {"__name__": name})
 
 
 class ScriptOfRank:
