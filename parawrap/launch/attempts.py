@@ -19,6 +19,7 @@ from parawrap.launch._world import RankPlace
 from parawrap.launch.machines import Hosts, Machines
 from parawrap.launch.run import Run, RunOutput
 from parawrap.launch.set_up import RankSetUp
+from parawrap.processes.calls import Call
 from parawrap.processes.outcomes import (
     Died,
     Ended,
@@ -28,7 +29,7 @@ from parawrap.processes.outcomes import (
     counts_as_echo,
     first_failure,
 )
-from parawrap.processes.pool import Call, Pool
+from parawrap.processes.pool import Pool
 from parawrap.processes.rank_process import Assignment
 
 _log = logging.getLogger("parawrap.launch")

@@ -25,10 +25,11 @@ from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch.attempts import PoolRun
 from parawrap.launch.machines import Machines
 from parawrap.launch.run import How, Run, RunOutput, running
+from parawrap.processes.calls import Call
 from parawrap.processes.held_signals import HeldSignals
 from parawrap.processes.latch import Latch
 from parawrap.processes.outcomes import Ending, values_of
-from parawrap.processes.pool import Call, Pool
+from parawrap.processes.pool import Pool
 from parawrap.processes.script_globals import SentScript
 from parawrap.processes.settings import SentSurroundings
 

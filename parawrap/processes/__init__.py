@@ -36,6 +36,8 @@ processes end (`workers/local_workers.py`).
 
 file              | contents                                    | tests
 ----------------- | ------------------------------------------- | ----------------------------------
+calls.py          | the state of a call; when ranks count as    | processes/test_progress.py
+                  | hanging or idle                             | launch/test_hangs.py
 definitions.py    | copies of classes and generic functions     | processes/test_definitions.py
                   | that cloudpickle makes wrongly              |
 events.py         | events that a pool waits for, in its own    | processes/test_supervision.py

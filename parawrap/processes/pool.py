@@ -22,12 +22,19 @@ import logging
 import pickle
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from parawrap.errors import LaunchError, SessionError
+from parawrap.processes.calls import (
+    Call,
+    Halt,
+    describe_idleness,
+    ignores_halt,
+    reason_of_hang,
+)
 from parawrap.processes.events import Events
 from parawrap.processes.latch import Latch
 from parawrap.processes.members import Member, Members, RankStarter
@@ -45,8 +52,6 @@ from parawrap.processes.outcomes import (
 from parawrap.processes.output import Transcript
 from parawrap.processes.process_groups import LINGER_S
 from parawrap.processes.rank_process import Answer, Assignment, CallHead
-from parawrap.processes.script_globals import PackedCall
-from parawrap.processes.settings import ChangedSettings
 from parawrap.processes.wire import LOST, Letter, Message, Wire
 
 STILL_S = 60.0
@@ -70,45 +75,6 @@ _NO_ANSWER = "no answer within a second: the rank is stopped, or runs code that 
 _log = logging.getLogger("parawrap.launch")
 
 
-@dataclass
-class Halt:
-    """An interrupt of the ranks that still run a call."""
-
-    by_user: bool
-    has_broken: bool = False  # connections between the ranks were closed
-
-
-@dataclass
-class Call:
-    """One call of a function on some ranks, and its state. Times are by the monotonic clock."""
-
-    name: str  # of the function
-    ranks: Sequence[int]  # that call it; the others take the globals that come with it
-    packed: PackedCall | None = None  # None once it was sent
-    changes: ChangedSettings | None = None  # of the script's settings, for ranks that stay
-    transcripts: Mapping[int, Transcript] = field(default_factory=dict)  # get a copy of the output
-    is_cancelled: bool = False  # it is to have no results
-    outcomes: dict[int, Outcome] = field(default_factory=dict)  # of the ranks that have ended it
-    # ranks that get its globals, and have not answered
-    others: set[int] = field(default_factory=set)
-    number: int = 0  # from 1, once it was sent; the set-up has number 0
-    generation: int | None = None  # of the process groups that the ranks join before it
-    unloaded: set[int] = field(default_factory=set)  # ranks that did not unpickle it
-    error: OSError | None = None  # why this process could not take an answer
-    halt: Halt | None = None
-    is_deadlocked: bool = False  # its ranks waited for ranks that do not take part
-    has_hint: bool = False  # that a rank is idle was logged
-    began_at: float = 0.0
-    departed_at: float = 0.0  # when the last rank ended the call; the begin of the call before
-    last_sign: float = 0.0  # when a rank last wrote output, made progress, or ended the call
-    looked_at: float = 0.0  # when the pool last looked at the ranks
-
-    @property
-    def has_begun(self) -> bool:
-        """True once it was sent to the ranks."""
-        return self.number > 0
-
-
 class Pool:
     """The ranks of one launch, or those that stay.
 
@@ -122,7 +88,7 @@ class Pool:
         timeout_min: Minutes for each call.
         up_at: When `timeout_min` is over for the whole launch, by the monotonic clock. None counts
             it per call.
-        hang_s: Seconds without output and without progress. See `_reason_of_hang`.
+        hang_s: Seconds without output and without progress. See `reason_of_hang`.
 
     Attributes:
         events: What the pool waits for.
@@ -598,7 +564,7 @@ class Pool:
         for member in self._members.all:
             call.last_sign = max(call.last_sign, member.wrote_at)
         if call.halt is not None:
-            if any(_ignores_halt(member, call.number, call.halt) for member in running):
+            if any(ignores_halt(member, call.number, call.halt) for member in running):
                 self._timers.setdefault(self._lose, now + self._grace_s)
         elif call.number > 0:  # the limits are those of the function, not of the set-up
             self._judge(call, running, now)
@@ -607,10 +573,11 @@ class Pool:
 
     def _judge(self, call: Call, running: Sequence[Member], now: float) -> None:
         """Log a hint, or end ranks that hang, or that wait for ranks which do not take part."""
-        why = "" if self._hang_s is None else self._reason_of_hang(call, running, now)
-        if why:
-            self._end_with_stacks(f"silent for hang_timeout_s={self._hang_s:g} seconds: {why}")
-            return
+        if self._hang_s is not None:
+            why = reason_of_hang(call, running, self._members.all, self._hang_s, now)
+            if why:
+                self._end_with_stacks(f"silent for hang_timeout_s={self._hang_s:g} seconds: {why}")
+                return
         # Ranks that wait for one which takes part go on when it comes, however late
         are_some_absent = len(running) < len(self._members.all)
         do_all_wait = all(each.looked and each.looked.waits_s >= STUCK_S for each in running)
@@ -619,38 +586,12 @@ class Pool:
             return
         is_one_idle = any(each.looked and each.looked.idle_s >= STILL_S for each in running)
         if is_one_idle and not call.has_hint:
-            self._log_hint(call, running, now)
-
-    def _log_hint(self, call: Call, running: Sequence[Member], now: float) -> None:
-        """Log where the ranks are, once per call."""
-        call.has_hint = True
-        places = []
-        for each in running:
-            if each.looked is None:
-                places.append(f"rank {each.rank} does not answer")
-            else:
-                idle_s = now - each.looked_at + each.looked.idle_s
-                places.append(f"rank {each.rank} idle for {idle_s:.0f} s at {each.looked.place}")
-        _log.warning(
-            "no progress for %g s; the launch continues, unless hang_timeout_s ends it. %s",
-            STILL_S,
-            "; ".join(places),
-        )
-
-    def _reason_of_hang(self, call: Call, running: Sequence[Member], now: float) -> str:
-        """Return why the call counts as hanging after `hang_s`; an empty text if it does not.
-
-        A rank that computes makes progress, unless others wait for it in a collective: then only
-        output shows that it is not in an endless loop.
-        """
-        assert self._hang_s is not None
-        if now - call.last_sign >= self._hang_s:
-            return "no rank wrote output or made progress"
-        written_at = max(call.began_at, *(member.wrote_at for member in self._members.all))
-        waits_s = max((each.looked.waits_s for each in running if each.looked), default=0.0)
-        if waits_s >= self._hang_s and now - written_at >= self._hang_s:
-            return "no rank wrote output, and ranks waited for others in a collective"
-        return ""
+            call.has_hint = True
+            _log.warning(
+                "no progress for %g s; the launch continues, unless hang_timeout_s ends it. %s",
+                STILL_S,
+                "; ".join(describe_idleness(member, now) for member in running),
+            )
 
     def _end_waits(self, call: Call) -> None:
         """End ranks that wait for others in vain: to restart, or with an error and stacks."""
@@ -725,16 +666,3 @@ def _set_all(requests: list[Latch]) -> None:
     for have_arrived in requests:
         have_arrived.set()
     requests.clear()
-
-
-def _ignores_halt(member: Member, number: int, halt: Halt) -> bool:
-    """True for a rank that does not stop although it could.
-
-    Others run C code, which is waited for, unless it waits in a group whose connections cannot be
-    found.
-    """
-    if member.looked is None:
-        return False
-    has_caught_it = member.looked.interrupted == number
-    waits_for_others = member.looked.waits_s > 0
-    return has_caught_it or (halt.has_broken and waits_for_others)
