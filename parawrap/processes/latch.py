@@ -20,6 +20,7 @@ class Latch:
 
     def __init__(self) -> None:
         self._is_set = False
+        # Held until `set`: a thread that acquires it knows that the flag is set
         self._lock = threading.Lock()
         self._lock.acquire()
 
@@ -29,7 +30,7 @@ class Latch:
 
     def set(self) -> None:
         """Let all threads go on that wait."""
-        self._is_set = True
+        self._is_set = True  # before the release: a thread that goes on reads it
         with contextlib.suppress(RuntimeError):  # it was released before
             self._lock.release()
 

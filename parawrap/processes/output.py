@@ -54,6 +54,7 @@ class Printer:
     def flush(self) -> None:
         """Wait until the output so far is printed, for at most a second."""
         if self._last is not None:
+            # One thread prints in order: the last piece is printed after all others
             wait([self._last], _TERMINAL_S)
 
     def finish(self) -> None:
@@ -119,6 +120,7 @@ class _Kept:
             except OSError:
                 file.close()
                 raise
+            # Only now: until the file has everything, the memory is what `read` needs
             self._file, self._memory = file, bytearray()
         if self._file is None:
             self._memory += data

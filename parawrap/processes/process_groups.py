@@ -64,6 +64,7 @@ class StoreAddress:
         if self.path is not None:
             return dist.FileStore(self.path, world_size)
         try:
+            # Without a wait for others: they may start much later, or fail
             return dist.TCPStore(str(self.host), self.port, is_master=False, wait_for_workers=False)
         except (RuntimeError, dist.DistError) as error:
             msg = (
@@ -250,7 +251,9 @@ def break_links() -> None:
     if dist.is_initialized() and torch.cuda.is_initialized():
         with contextlib.suppress(Exception):  # a group without a backend for the device
             dist.group.WORLD.abort()  # type: ignore[union-attr]
+    # Only those that are still open: another file may have the number of a closed one
     for _, number in _links & _connections():
+        # A duplicate, which is closed here: the socket object of the library keeps its own
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as link:
             link.getpeername()  # raises for a listening socket
             link.shutdown(socket.SHUT_RDWR)
@@ -259,7 +262,7 @@ def break_links() -> None:
 def _connections() -> set[_Link]:
     found = set()
     for file in os.listdir(_OPEN_FILES):  # noqa: PTH208 (names only)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # closed meanwhile, such as the one that lists them
             name = os.readlink(_OPEN_FILES / file)  # noqa: PTH115
             if name.startswith("socket:"):
                 found.add((name, int(file)))

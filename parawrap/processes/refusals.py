@@ -26,6 +26,7 @@ def reason_to_refuse(value: Any) -> str | None:
     torch loads the classes of sharded and fake tensors late. A class that is not loaded has no
     instances.
     """
+    # Exact classes: a subclass may be made to be pickled. cloudpickle sends the two streams by name
     if type(value) in _FILES and value is not sys.stdout and value is not sys.stderr:
         return "an open file belongs to its process: send the path, and open the file there"
     if isinstance(value, torch.Tensor):

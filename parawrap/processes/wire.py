@@ -117,7 +117,7 @@ class Wire:
         self._start = self._end = 0  # of the bytes in the room that belong to no message yet
         self._partial: _Partial | None = None
         self._files: deque[int | None] = deque()  # of messages that are not complete; None: refused
-        self._messages: deque[Message] = deque()  # for `receive`
+        self._messages: deque[Message] = deque()  # for `receive`: one read may return several
         close_in_forked_children(self)
 
     def fileno(self) -> int:
@@ -205,11 +205,13 @@ class Wire:
         try:
             return self._send_unsent()
         except OSError:
-            if is_first and self._unsent[0].data is letter.pieces[0]:  # nothing of it has left
-                self._unsent.clear()
-                self.drop(letter)
-                raise
-            return True  # the rest leaves later, when the limit allows it
+            has_left_in_part = self._unsent[0].data is not letter.pieces[0]
+            # The rest leaves later, when the limit allows it
+            if has_left_in_part or not is_first:
+                return True
+            self._unsent.clear()
+            self.drop(letter)
+            raise
 
     def enqueue(self, letter: Letter) -> None:
         """Have a message leave with the next `flush`, after those before it."""
@@ -225,7 +227,7 @@ class Wire:
         """
         try:
             return self._send_unsent()
-        except OSError:
+        except OSError:  # a limit of this process: it leaves later
             return True
 
     def _send_unsent(self) -> bool:
@@ -245,7 +247,8 @@ class Wire:
                     raise
                 self._discard_unsent()
                 return False
-            if sent < len(data):  # the file left with the first byte
+            if sent < len(data):
+                # The file has left with the first byte, and does not leave again
                 self._unsent[0] = _Unsent(memoryview(data).cast("B")[sent:], letter, False)
             else:
                 self._unsent.popleft()
@@ -310,6 +313,7 @@ class Wire:
                 self._partial = None
                 found.append(self._open(partial.head, partial.content, is_own=True))
         else:
+            # There is room: `_take` moves what is left, and takes large messages out
             self._end += self._read_into(self._room[self._end :])
             while self._start < self._end and (message := self._take()) is not None:
                 found.append(message)
