@@ -88,6 +88,7 @@ class Packer(Block):
             del self.parts[n_parts:]
             return self.add_packed(pack(_trim_tensors(value), address))
         length = sum(map(len, stream.pieces))
+        # A larger one goes where the tensors are: in the slab, which the other end maps
         if length <= _LARGEST_ITEM:
             return b"".join(stream.pieces)
         start = self.size
@@ -123,7 +124,7 @@ class Packer(Block):
         memory = (_byte * length).from_address(tensor.data_ptr())
         start = self._align()
         if length > self._copied:
-            self._kept.append(tensor)
+            self._kept.append(tensor)  # ctypes does not keep the memory
             self.parts.append(memory)
         else:
             self.parts.append(bytes(memory))

@@ -461,15 +461,15 @@ def _descend(
     """
     if steps == 0:
         return whole
-    is_cause = True
+    is_cause = True  # as long as all parts can be pickled
     for part, place in _parts(whole.value, whole.address):
         if isinstance(part, PLAIN):
             continue
         if id(part) in refused or len(refused) == _MOST_REFUSED:
-            is_cause = False
+            is_cause = False  # the part may be, but is searched once, or not at all
         elif (error := _refusal(part)) is not None:
             is_cause = False
-            refused[id(part)] = part
+            refused[id(part)] = part  # alive, so that no other part gets its id
             inner = _descend(_Unpicklable(place, part, error), steps - 1, refused, dead_ends)
             if inner is not None:
                 return inner
