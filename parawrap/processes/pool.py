@@ -581,7 +581,8 @@ class Pool:
         # Ranks that wait for one which takes part go on when it comes, however late
         are_some_absent = len(running) < len(self._members.all)
         do_all_wait = all(each.looked and each.looked.waits_s >= STUCK_S for each in running)
-        if are_some_absent and do_all_wait and now - call.departed_at >= STUCK_S:
+        # With none running, other ranks still take the globals that came with the call
+        if running and are_some_absent and do_all_wait and now - call.departed_at >= STUCK_S:
             self._end_waits(call)
             return
         is_one_idle = any(each.looked and each.looked.idle_s >= STILL_S for each in running)
