@@ -8,7 +8,8 @@ Guarantees:
 - The outcome of a part reaches the caller whatever the part raises; the lane lives on.
 - A part never waits for a lane: `here.lane` is set in it, and calls of the model run plainly. A
   part that waits for another thread, which itself makes a call, waits forever.
-- An interrupted caller leaves at once. Its parts that have not started are dropped.
+- An interrupted caller drops its parts that have not started. If it was running a part itself, it
+  waits for the parts that other lanes have begun; if it was waiting for them, it leaves at once.
 - Threads start when first needed. They end with `close`, with the last reference to the lanes, or
   with the interpreter.
 - A forked child has no lanes: all calls run plainly there.
@@ -62,6 +63,7 @@ from parawrap.errors import SessionError
 
 _CPU = torch.device("cpu")
 _is_taking = attrgetter("is_taking")
+_thread_of = attrgetter("thread")
 _load_of = attrgetter("load")
 # At the exit of the program. Threads are daemons, so none blocks it for longer; five seconds for
 # the end of a running part are a guess that no test has contradicted
@@ -131,11 +133,19 @@ class Lane:
     def start(self, threads: int | None) -> None:
         """Start the lane's thread, and wait until its count of intra-op threads is set."""
         ready = threading.Event()
-        name = f"parawrap-{self}"
-        self.thread = threading.Thread(
-            target=self._serve, args=(threads, ready), name=name, daemon=True
-        )
-        self.thread.start()
+        # The new thread takes the right before it serves. If its start fails, or Ctrl-C comes
+        # first, this thread takes it back: `pop` gives it to one of the two alone
+        right_to_serve = [True]
+        serve = partial(self._serve, threads, ready, right_to_serve)
+        thread = threading.Thread(target=serve, name=f"parawrap-{self}", daemon=True)
+        try:
+            self.thread = thread
+            thread.start()
+        except BaseException:
+            with suppress(IndexError):  # it serves
+                right_to_serve.pop()
+                self.thread = None
+            raise
         ready.wait()
 
     def take(self, _: Lane) -> None:
@@ -160,11 +170,17 @@ class Lane:
                 self.inbox.put(self.take)
                 return
 
-    def _serve(self, threads: int | None, ready: threading.Event) -> None:
+    def _serve(
+        self, threads: int | None, ready: threading.Event, right_to_serve: list[bool]
+    ) -> None:
         """Run the lane's thread.
 
         It refers to nothing but the lane, so abandoned lanes can be collected.
         """
+        try:
+            right_to_serve.pop()
+        except IndexError:  # the lane may have another thread already
+            return
         if threads is not None:
             # Without this, the thread's first parallel operator undoes the setting
             torch.get_num_threads()
@@ -287,6 +303,11 @@ class CallParts:
         if is_last:
             self.done.release()
 
+    def is_interrupted(self) -> bool:
+        """True after Ctrl-C or an exit, which no part has failed with, in any part so far."""
+        # A list is copied in one step; lanes append their errors meanwhile
+        return any(not isinstance(error, Exception) for _, error in [*self.errors])
+
     def drop(self) -> None:
         """Drop the groups that no thread has begun."""
         with suppress(KeyError):
@@ -372,10 +393,11 @@ class Lanes:
             parts.modes = Modes.capture(self.backend.type)
         try:
             if others:
-                if self.all[others[0]].thread is None:
+                parts.asleep = [*map(self.all.__getitem__, reversed(others))]
+                # `send` starts a single lane, so some may have a thread, and others none
+                if None in map(_thread_of, parts.asleep):
                     with self._queueing:
                         self._start(self.all)
-                parts.asleep = [*map(self.all.__getitem__, reversed(others))]
                 parts.wake_next()
             if is_home:
                 # The caller's modes are in force as they are. A copy of the context: variables that
@@ -383,9 +405,10 @@ class Lanes:
                 contextvars.copy_context().run(parts.run, first)
             else:
                 parts.modes.run(partial(parts.run, first), lane.device, home)
-            if parts.errors and not isinstance(parts.errors[0][1], Exception):  # Ctrl-C or an exit
-                parts.drop()
             for index in reversed(others):  # the last lane was woken last
+                if parts.errors and parts.is_interrupted():
+                    parts.drop()
+                    break
                 group = parts.groups.pop(index, None)
                 if group is not None:
                     other = self.all[index]

@@ -57,6 +57,41 @@ def test_many_threads_call_one_model():
             future.result(PATIENCE_S)
 
 
+def test_lanes_start_one_by_one():
+    """After submitted calls have started some lanes, a cut call starts the others."""
+    together = {1: threading.Barrier(2), 3: threading.Barrier(3)}  # by rows
+
+    def meet(x):
+        together[len(x)].wait(PATIENCE_S)
+        return x
+
+    with parallel(meet, THREE, out_dims=0) as p:
+        futures = [p.submit(torch.ones(1)) for _ in range(2)]
+        assert [len(future.result(PATIENCE_S)) for future in futures] == [1, 1]
+        assert len(p(torch.ones(9))) == 9
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_lane_that_does_not_start(monkeypatch, error, starts):
+    """The call that needs the thread raises the error, and the next one starts another thread."""
+    start = threading.Thread.start
+
+    def fail(thread):
+        monkeypatch.undo()
+        if starts:
+            start(thread)
+        raise error
+
+    with parallel(lambda x: x, THREE, out_dims=0) as p:
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(error):
+            p.submit(1)
+        assert p.submit(2).result(PATIENCE_S) == 2
+        eventually(lambda: len(lane_threads()) == 1, "the end of the other thread")
+        assert len(p(torch.ones(9))) == 9
+
+
 def test_a_stream_that_draws_beside_another():
     """A stream that draws random numbers keeps its calls in order, in one lane, while calls of
     another stream keep all lanes at work.

@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import parallel
-from parawrap.engine.lanes import here
+from parawrap.engine.lanes import CallParts, Lanes, here
 from tests.helpers.interrupts import moments_of
 from tests.helpers.waiting import PATIENCE_S
 
@@ -115,3 +115,18 @@ def test_interrupts_at_all_moments():
     for kind in WORK:
         check_calls(kind, 3)
     check_blocks(3)
+
+
+def test_an_interrupt_after_a_failure(monkeypatch):
+    """Ctrl-C drops the parts that have not begun, also if another part has failed before."""
+    monkeypatch.setattr(CallParts, "wake_next", lambda _: None)  # the caller runs all parts
+    lanes, done = Lanes([torch.device("cpu")] * 3), []
+
+    def fail(error):
+        raise error
+
+    tasks = [lambda: fail(ValueError()), lambda: done.append(1), lambda: fail(KeyboardInterrupt())]
+    _, errors = lanes.run(tasks)
+    lanes.close()
+    assert [type(error) for _, error in errors] == [ValueError, KeyboardInterrupt]
+    assert done == []
