@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from parawrap._private_names import BUFFERS, HOOK_TABLES, NOT_CALLED
+from parawrap.engine.places import ALWAYS_NEW
 from parawrap.engine.survey import Survey
 
 # Layers of torch.nn with a forward that writes no attribute and no buffer. Listed, because others
@@ -98,9 +99,15 @@ def _has_only(survey: Survey, is_known: Callable[[torch.nn.Module], bool]) -> bo
     """True if the target is such modules, without other code and other objects."""
     if survey.functions or survey.scripts or not all(map(is_known, survey.modules)):
         return False
-    owners = [place.owner for place in survey.places]
-    others = [owner for owner in owners if not isinstance(owner, torch.nn.Module)]
-    return not any(others)  # an empty container has no code, and is false
+    return all(_is_module_or_empty(place.owner) for place in survey.places)
+
+
+def _is_module_or_empty(owner: Any) -> bool:
+    """True for a module, and for a container of Python without items, which has no code."""
+    if isinstance(owner, torch.nn.Module):
+        return True
+    # The class first: an object of the user's has code, and may say that it is empty or false
+    return type(owner) in ALWAYS_NEW and not owner
 
 
 def _is_quiet_module(module: torch.nn.Module) -> bool:

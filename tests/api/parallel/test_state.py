@@ -56,6 +56,24 @@ def test_eval_refuses_row_caches(write):
         assert torch.equal(model(x), x + 1)
 
 
+@put_back
+@torch.no_grad()
+@pytest.mark.parametrize("answer", ["__len__", "__bool__"])
+def test_targets_that_are_false(answer):
+    """An object around listed layers is watched, also if it says that it is empty or false."""
+
+    def call(self, x):
+        self.calls += 1
+        return self.net(x) + self.calls
+
+    empty = {"__len__": lambda _: 0, "__bool__": lambda _: False}[answer]
+    counter = type("Counter", (), {"__call__": call, answer: empty})()
+    counter.net, counter.calls = nn.Identity(), 0
+    with parallel(counter, TWO, out_dims=0) as p:
+        for _ in range(3):
+            assert torch.equal(p(torch.zeros(4)), torch.ones(4))
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_training_keeps_lane_0(grad):
     """In training mode, the writes of lane 0 into buffers reach the model, in place and without a
