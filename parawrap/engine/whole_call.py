@@ -286,8 +286,10 @@ class WholeCall:
             if self.future is not None and [*map(version_of, state.params)] != ready.versions:
                 raise ReplicaError(CHANGED)
             lane.whole_calls += 1
-            if args and args[0].ndim:
-                lane.rows += args[0].shape[calls.rules.dim]
+            # A tensor without the dim of the rows has none. A nested tensor has no shape
+            dim = calls.rules.dim
+            if args and -args[0].ndim <= dim < args[0].ndim:
+                lane.rows += args[0].size(dim)
             return output  # a quiet model returns nothing of its own
         if self.moment is None:
             return self._run_on(lane)

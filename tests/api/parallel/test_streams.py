@@ -307,6 +307,21 @@ def test_stats_count_calls_and_rows():
     assert "5 calls (1 plain)" in str(stats)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["vector", "nested"])
+def test_whole_calls_of_unusual_tensors(kind):
+    """A whole call of listed layers takes a tensor without the dim of the rows, and a nested one."""
+    if kind == "vector":
+        dim, x, rows = 1, torch.ones(5), 0
+    else:
+        parts = [torch.ones(2, 3), torch.ones(4, 3)]
+        dim, x, rows = 0, torch.nested.nested_tensor(parts, layout=torch.strided), 2
+    with torch.no_grad(), parallel(torch.nn.ReLU(), TWO, dim=dim) as p:
+        output = p.submit(x).result(PATIENCE_S)
+    assert all(map(torch.equal, output.unbind(), x.unbind()))
+    assert sum(lane.rows for lane in p.stats().lanes) == rows
+
+
 def events_in(path):
     return json.loads(path.read_text())["traceEvents"]
 
