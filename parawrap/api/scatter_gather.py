@@ -127,7 +127,7 @@ def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -
     made = Replicas(network, places, CopyOptions(detach=detach, shares_hooks=True))
     made.refresh()
     made.share_buffers()  # of the first replica: as in torch, its calls update the module
-    return [replica.target for replica in made.state.lanes]
+    return [replica.target for replica in made.state.replicas]
 
 
 @public

@@ -43,7 +43,7 @@ def apply_tasks(
     devices = [lane.device for lane in lanes.all[: len(tasks)]]
     moments = moments_of(devices, (home, output_device, *map(device_of, leaves)))
     # Lanes that run one after another draw in order, which needs no warning
-    draws = lanes.read_draws() if turns is None else None
+    draws = lanes.read_generators() if turns is None else None
     outputs, errors = lanes.run(tasks, turns, home, moments)
     if errors:
         raise_first_failure(errors, len(tasks), lanes.all)

@@ -227,7 +227,7 @@ class Calls:
                             pass
                 if not replicas.state.is_current():
                     self.refresh()
-                    if not replicas.state.lanes:
+                    if not replicas.state.replicas:
                         # Such as for a lazy layer, which gets its shape in this call. The calls of
                         # other threads wait for it: two at once would both give it one
                         return self.run_plainly(entry, args, kwargs)
@@ -280,7 +280,7 @@ class Calls:
         """
         lanes, replicas, sizes, rules = self.lanes, self.replicas, plan.sizes, self.rules
         state = replicas.state
-        used = state.lanes[: len(sizes)]
+        used = state.replicas[: len(sizes)]
         grad = torch.is_grad_enabled()
 
         # Listed layers of torch write nothing, unless an argument or a hook brings other code
@@ -289,7 +289,7 @@ class Calls:
         may_write = brings_code or not state.edition.is_quiet
         # Lanes share parameters and whole arguments, so no lane may write them
         versions = [*map(version_of, state.params)]
-        versions_of_whole = plan.written(flat) if None in plan.dims else []
+        versions_of_whole = plan.read_versions(flat) if None in plan.dims else []
         turns = self._decide_turns(flat.leaves, only_tensors) if lanes.count > 1 else None
         probe = None
         if plan not in state.edition.probed:
@@ -306,7 +306,9 @@ class Calls:
                 functions = map(attrgetter(entry.method), functions)
             tasks: Sequence[Callable[[], Any]] = [*map(partial, functions, *columns)]
         else:
-            placed = PlacedCall(plan, flat, columns, state.lanes, rules, self._output_place(flat))
+            placed = PlacedCall(
+                plan, flat, columns, state.replicas, rules, self._output_place(flat)
+            )
             tasks = self._make_tasks(entry, placed)
             moments = self._read_moments(flat.leaves, len(sizes))
 
@@ -333,7 +335,7 @@ class Calls:
                 replica.are_tensors_held = True  # by the frames of a traceback
             note_fixed_devices(errors, state.home, self.devices)
             raise_first_failure(errors, len(sizes), lanes.all, plan.describe)
-        if versions_of_whole and versions_of_whole != plan.written(flat):
+        if versions_of_whole and versions_of_whole != plan.read_versions(flat):
             raise ShardError(WRITTEN_WHOLE)
 
         # Gather. Nothing of the caller's is written before all joins are done: each may be refused
@@ -343,7 +345,7 @@ class Calls:
         if placed is None or placed.device is None:
             output = self._cat_rows(outputs, plan, columns, flat.leaves)
         if output is None:
-            joining = placed or PlacedCall(plan, flat, columns, state.lanes, rules, None)
+            joining = placed or PlacedCall(plan, flat, columns, state.replicas, rules, None)
             output = joining.join_outputs(outputs, lanes.backend.type)
         if may_write:
             # The rows of several lanes in a new tensor, or lane 0's, which may be its own buffer
@@ -450,7 +452,7 @@ class Calls:
 
     def _run_part(self, entry: Entry, placed: PlacedCall, index: int) -> Any:
         replicas, count = self.replicas, self.lanes.count
-        replica = replicas.state.lanes[index % count]
+        replica = replicas.state.replicas[index % count]
         if index >= count:
             # The lane has run another part of this call, and this one starts from the model
             replica.is_dirty = not replica.snapshot.is_same()
@@ -516,11 +518,11 @@ class Calls:
             if not replicas.state.is_current():
                 self.refresh()
             state = replicas.state
-            if not state.lanes:
+            if not state.replicas:
                 parts = zip(args, kwargs, strict=True)
                 # Not `self.run_plainly`: in a subclass, it may call this method
                 return [Calls.run_plainly(self, entry, part, named) for part, named in parts]
-            used = state.lanes[: len(args)]
+            used = state.replicas[: len(args)]
             versions = [*map(version_of, state.params)]
             tasks = []
             for replica, part, named in zip(used, args, kwargs, strict=True):
@@ -590,7 +592,7 @@ class Probe:
         if may_write and looks_at_contents:
             self._contents = calls.replicas.read_contents()
         # In turns, lanes draw in order
-        self._draws = calls.lanes.read_draws() if turns is None else None
+        self._draws = calls.lanes.read_generators() if turns is None else None
 
     def end(self) -> None:
         """Compare with the facts after the call, and note that the plan has been probed.

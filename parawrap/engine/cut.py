@@ -257,7 +257,7 @@ class ShardPlan:
         """Return the leaves that every lane gets whole."""
         return [leaf for leaf, dim in zip(flat.leaves, self.dims, strict=True) if dim is None]
 
-    def written(self, flat: FlatCall) -> list[int]:
+    def read_versions(self, flat: FlatCall) -> list[int]:
         """Return the version of each tensor that every lane gets whole.
 
         A write in place changes it. Inference tensors have no version.

@@ -99,7 +99,7 @@ def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) ->
                 if not edition.trains:
                     _refuse_different(name, [each.snapshot.read(place).get(key) for each in used])
                 names[name] = None
-            elif _counts(change.before, change.now) and not _is_computed(place, key):
+            elif _is_real_change(change.before, change.now) and not _is_computed(place, key):
                 names[name] = None
                 written_attributes[place.module_path] = name
     written = _find_written(used)
@@ -226,7 +226,7 @@ def _is_computed(place: Place, key: Any) -> bool:
     return False
 
 
-def _counts(before: Any, now: Any) -> bool:
+def _is_real_change(before: Any, now: Any) -> bool:
     """True unless a value was replaced by an equal one, or an empty container by an empty one."""
     if before is now:
         return False

@@ -435,7 +435,7 @@ class Lanes:
         found = self._groups[key] = {group[0]: tuple(group) for group in groups.values()}
         return found
 
-    def read_draws(self) -> list[torch.Tensor] | None:
+    def read_generators(self) -> list[torch.Tensor] | None:
         """Return the states of the generators that lanes share; None after a warning of draws."""
         if not self._warns_of_draws:
             return None
@@ -450,9 +450,9 @@ class Lanes:
     def warn_of_draws(self, before: list[torch.Tensor]) -> None:
         """Warn once if lanes that ran at the same time drew from a shared generator.
 
-        `before` is from `read_draws`.
+        `before` is from `read_generators`.
         """
-        after = self.read_draws() or before
+        after = self.read_generators() or before
         if not all(map(torch.equal, before, after)):
             self._warns_of_draws = False
             warn_caller(_DRAWS)

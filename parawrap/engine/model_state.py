@@ -504,7 +504,7 @@ class ModelState(Generic[CopyT]):
         survey: That of the edition.
         snapshot: What the containers of the model held. The next state may have the same snapshot,
             with changes accepted.
-        lanes: One replica per lane; empty if calls must run plainly, or a refresh is needed first.
+        replicas: One per lane; empty if calls must run plainly, or a refresh is needed first.
         away: The copies of parameters on other devices than the model's.
         sources: The tensors that have copies elsewhere, as they were before these were made.
         home: The device of the model; None if it has no tensors.
@@ -522,7 +522,7 @@ class ModelState(Generic[CopyT]):
         asked: Asked,
         *,
         devices: Iterable[torch.device] = (),
-        lanes: Sequence[CopyT] = (),
+        replicas: Sequence[CopyT] = (),
         away: ParameterCopies = NO_COPIES,
         sources: Sources | None = None,
         versions: Sequence[int] | None = None,
@@ -537,7 +537,7 @@ class ModelState(Generic[CopyT]):
         self.edition = edition
         self.survey = survey
         self.snapshot = snapshot
-        self.lanes = lanes
+        self.replicas = replicas
         self.away = away
         self.asked = asked
         self._doubts = doubts
@@ -549,15 +549,15 @@ class ModelState(Generic[CopyT]):
         of_lanes: list[torch.Tensor] = []
         if not survey.is_lazy:  # a tensor without a shape has no version
             self.params += [tensor for tensor in survey.params if not tensor.is_inference()]
-            of_lanes += chain.from_iterable(replica.versioned for replica in lanes)
+            of_lanes += chain.from_iterable(replica.versioned for replica in replicas)
         # The model's buffers and the lanes' own: forward may write either in a call
         self._tracked = [*survey.versioned, *of_lanes]
         self._versions_of_model = read_versions(survey) if versions is None else [*versions]
         self._versions = [*self._versions_of_model, *map(version_of, of_lanes)]
-        self.renews_always = bool(lanes) and edition.renews_always
+        self.renews_always = bool(replicas) and edition.renews_always
         self.sources = away.sources if sources is None else sources
         self._devices = frozenset(devices)
-        self._streams = self._read_streams() if lanes else {}
+        self._streams = self._read_streams() if replicas else {}
 
     def is_current(self) -> bool:
         """True if the replicas are what a call of this moment needs."""
@@ -571,7 +571,7 @@ class ModelState(Generic[CopyT]):
             and [*map(version_of, self._tracked)] == self._versions
             # A buffer that learns now must be shared, as parameters are
             and True not in map(_requires_grad, self._tracked)
-            and True not in map(_is_dirty, self.lanes)
+            and True not in map(_is_dirty, self.replicas)
             # ``model.to(...)`` moves all tensors and keeps the parameters, so one of them shows it
             and (self._first is None or self._first.device == self.home)
             # Without lanes elsewhere, the rest is two looks at empty containers
@@ -589,7 +589,7 @@ class ModelState(Generic[CopyT]):
         has_moved = self._first is not None and self._first.device != self.home
         learns = True in map(_requires_grad, self.survey.tensors)
         is_asked = self._doubts.everything is not self.asked.everything
-        return not self.lanes or is_asked or has_moved or learns or self.sources.have_moved()
+        return not self.replicas or is_asked or has_moved or learns or self.sources.have_moved()
 
     def must_renew_tensors(self) -> bool:
         """True if a tensor that lanes have copies of was written, perhaps unseen."""

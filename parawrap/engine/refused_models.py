@@ -50,11 +50,11 @@ def refuse_devices(survey: Survey, home: torch.device | None) -> None:
         raise ReplicaError(msg)
 
 
-def refuse_shared_modules(survey: Survey, lanes: Sequence[Replica]) -> None:
+def refuse_shared_modules(survey: Survey, replicas: Sequence[Replica]) -> None:
     """Refuse a module with a ``__deepcopy__`` that returned one module for two lanes."""
-    for other in lanes[1:]:
+    for other in replicas[1:]:
         for module in survey.modules:
-            if lanes[0].of(module) is other.of(module):
+            if replicas[0].of(module) is other.of(module):
                 msg = (
                     f"no replica of {survey.path_of(module)!r} can be made: its copies for two "
                     "lanes are one module. Let its __deepcopy__ copy all attributes with "

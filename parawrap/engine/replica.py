@@ -40,7 +40,7 @@ class Replica:
         params: What the lane has in place of the survey's parameters, in the same order.
         tensors: The lane's own copies of the survey's other tensors, in the same order.
         versioned: Those that have versions: all but inference tensors.
-        scripts: The tensors of TorchScript modules that have copies on the lane's device.
+        copies_of_scripts: The copies of tensors of TorchScript modules on the lane's device.
         snapshot: What the containers of the copy must hold before a call.
         is_dirty: True if a call may have left something that the next call must not find.
         has_graph: True if a graph may lead here: checkpointing calls the modules again in a
@@ -74,7 +74,7 @@ class Replica:
         self._memo.update(zip(map(id, originals), copies, strict=True))
         # The first call may be in inference mode, and what a copy makes there could never learn
         with lasting(grad=torch.is_grad_enabled()):
-            self.scripts = VersionedCopies(copy_target(survey, self._memo, device))
+            self.copies_of_scripts = VersionedCopies(copy_target(survey, self._memo, device))
             self._of_process = find_parts_of_process(survey, self._memo)
         self.target: Any = self.of(survey.target)
         self.snapshot = Snapshot(survey.places, self._own_copy)

@@ -129,9 +129,9 @@ class Replicas:
 
     def mark_dirty(self, lane: int) -> None:
         """Note that a call of a lane ended early, and may have left something."""
-        lanes = self.state.lanes
-        if lane < len(lanes):
-            lanes[lane].is_dirty = True
+        replicas = self.state.replicas
+        if lane < len(replicas):
+            replicas[lane].is_dirty = True
 
     def suspect_buffers(self) -> None:
         """Renew the lanes' own tensors at the next refresh.
@@ -156,7 +156,7 @@ class Replicas:
         # This one stays if an error, or Ctrl-C between any two lines below, ends the refresh: half
         # of the replicas may be up to date
         self.state = self._know_nothing(before.generation)
-        for replica in before.lanes:
+        for replica in before.replicas:
             if replica.is_dirty:
                 replica.restore()
         asked = self.doubts.read()  # a doubt that comes from here on counts for the next call
@@ -170,7 +170,7 @@ class Replicas:
             # Lanes get their copies of tensors one after another, and another thread may have
             # written in between. Then they get them again
             is_old = state.has_written_tensors() or state.sources.have_changed()
-            if not (state.lanes and is_old):
+            if not (state.replicas and is_old):
                 break
             state = self._update(state, asked, NO_CHANGES)
         self.state = state
@@ -226,8 +226,8 @@ class Replicas:
                 if not was_disturbed(error, snapshot, copies):
                     raise
                 continue
-            if self._follow_moves(state):
-                differences = self._find_differences(state)
+            if self._accept_changes(state):
+                differences = self._set_plain_values(state)
                 if differences and _is_alone():
                     # No other thread has changed the model: its copies differ by rules of classes
                     self._differs_always |= differences
@@ -238,20 +238,20 @@ class Replicas:
         # A thread that never pauses leaves no moment to copy, but a plain call is right
         return self._know_nothing(generation)
 
-    def _follow_moves(self, state: ModelState[Replica]) -> bool:
+    def _accept_changes(self, state: ModelState[Replica]) -> bool:
         """Accept changes of numbers and the like since the snapshot; False if others have come."""
         changes = self._find_changes(state)
         if changes is None or _changes_training(changes):
             return False
         if changes.entries:
-            # The values are set by `_find_differences`, which compares all of them
+            # The values are set by `_set_plain_values`, which compares all of them
             state.snapshot.accept(changes)
         return True
 
-    def _find_differences(self, state: ModelState[Replica]) -> set[Key]:
+    def _set_plain_values(self, state: ModelState[Replica]) -> set[Key]:
         """Return the first place of each replica that holds something else than the model's."""
         parts = read_plain_parts(state.snapshot, self._differs_always)
-        found = {replica.set_plain_values(parts) for replica in state.lanes}
+        found = {replica.set_plain_values(parts) for replica in state.replicas}
         return {key for key in found if key is not None}
 
     def _copy_model(
@@ -272,13 +272,13 @@ class Replicas:
         known: Sequence[Mapping[int, Any]] = [{}] * len(self.devices)
         if self._options.copies_of_parts is not None:
             known = self._options.copies_of_parts(survey)
-        lanes: list[Replica] = []
+        replicas: list[Replica] = []
         for device, parts in zip(self.devices, known, strict=True):
             params = self._params_on(device, survey, away)
             tensors = self._copy_tensors(device, survey, home)
-            lanes.append(Replica(survey, device, params, tensors, parts))
-        refuse_shared_modules(survey, lanes)
-        return self._note_state(edition, snapshot, asked, lanes, away, versions, generation)
+            replicas.append(Replica(survey, device, params, tensors, parts))
+        refuse_shared_modules(survey, replicas)
+        return self._note_state(edition, snapshot, asked, replicas, away, versions, generation)
 
     def _find_away(
         self,
@@ -323,19 +323,19 @@ class Replicas:
             has_places = not survey.scripts  # copies of these have further parameters
         has_places = has_places and self._give_parameters(before, away)
         if has_places and must_renew:
-            has_places = all(self._renew_tensors_of(replica, before) for replica in before.lanes)
+            has_places = all(self._renew_tensors_of(replica, before) for replica in before.replicas)
         # Last: streams that are open must see each change that the copies may have met
         generation = self._next_generation(before, changes)
         if not has_places:
             return self._build(before, asked, generation)
         return self._note_state(
-            edition, before.snapshot, asked, before.lanes, away, versions, generation
+            edition, before.snapshot, asked, before.replicas, away, versions, generation
         )
 
     def _apply(self, before: ModelState[Replica], changes: Changes) -> None:
         """Set changed numbers, flags, and texts in the replicas."""
         before.snapshot.accept(changes)
-        for replica in before.lanes:
+        for replica in before.replicas:
             for place, key, _, now in changes.entries:
                 replica.snapshot.put(place, key, now)
             replica.snapshot.note()
@@ -346,7 +346,7 @@ class Replicas:
         Such a place is a tuple, or the like.
         """
         survey = before.survey
-        for replica in before.lanes:
+        for replica in before.replicas:
             if replica.device not in away.by_device:
                 continue  # it has the model's own
             params = self._params_on(replica.device, survey, away)
@@ -360,13 +360,13 @@ class Replicas:
         edition: Edition,
         snapshot: Snapshot,
         asked: Asked,
-        lanes: Sequence[Replica],
+        replicas: Sequence[Replica],
         away: ParameterCopies,
         versions: Sequence[int],
         generation: int,
     ) -> ModelState[Replica]:
         """Return the state of the model that the replicas have from here on."""
-        for replica in lanes:
+        for replica in replicas:
             replica.writes_unseen = edition.writes_unseen
         return ModelState(
             edition,
@@ -374,7 +374,7 @@ class Replicas:
             self.doubts,
             asked,
             devices=self.devices,
-            lanes=lanes,
+            replicas=replicas,
             away=away,
             versions=versions,
             generation=generation,
@@ -389,13 +389,13 @@ class Replicas:
             return NO_CHANGES
         changes = before.snapshot.read_changes()
         # Without a change of an entry, an object has another class
-        if changes.mark is None or not before.lanes or not changes.entries:
+        if changes.mark is None or not before.replicas or not changes.entries:
             return None
         for place, key, then, now in changes.entries:
             are_simple = type(then) in SIMPLE and type(now) in SIMPLE
             if key is None or key in _DECIDE or not are_simple:
                 return None
-            if not all(replica.snapshot.has(place, key) for replica in before.lanes):
+            if not all(replica.snapshot.has(place, key) for replica in before.replicas):
                 return None
         return changes
 
@@ -473,7 +473,7 @@ class Replicas:
     def _drop(self, state: ModelState[Replica]) -> None:
         """Empty replicas that neither a backward pass nor an output may use."""
         has_moved = state.sources.have_moved()  # then their graphs are of no use
-        for replica in state.lanes:
+        for replica in state.replicas:
             if has_moved or not (replica.has_graph or replica.is_lent):
                 replica.clear()
         if has_moved:
@@ -481,7 +481,7 @@ class Replicas:
 
     def share_buffers(self) -> None:
         """Give the first replica the model's own buffers, if it is on the model's device."""
-        state, first = self.state, self.state.lanes[0]
+        state, first = self.state, self.state.replicas[0]
         if first.device == state.home:
             first.replace_tensors([*state.survey.tensors])
             first.are_tensors_held = True
@@ -498,9 +498,9 @@ class Replicas:
         draws = bool(survey.generators)
         if not (survey.places or survey.opaque or survey.twins):
             return [value] * len(self.devices), draws
-        for replica in self.state.lanes:
+        for replica in self.state.replicas:
             replica.are_tensors_held = True
-        return [replica.copy_other(survey) for replica in self.state.lanes], draws
+        return [replica.copy_other(survey) for replica in self.state.replicas], draws
 
     def _follow_streams(self, state: ModelState[Replica]) -> bool:
         """Keep the memory of replicas, once freed, until the caller's new streams are done with it.
@@ -510,12 +510,12 @@ class Replicas:
         if not state.has_other_streams():
             return False
         record_use([copied for _, copied in state.away.pairs()])
-        for replica in state.lanes:
+        for replica in state.replicas:
             record_use(replica.tensors)
         must_drop = bool(state.away.by_device) and torch.is_grad_enabled()
         if must_drop:
             # Parameters remember the stream of the graphs that lead to them, so these must end
-            for replica in state.lanes:
+            for replica in state.replicas:
                 replica.has_graph = False
             state.away.clear()
         return must_drop
@@ -584,7 +584,7 @@ class Replicas:
     def _refuse_writes_away(self, used: Sequence[Replica]) -> None:
         """Raise an error if forward wrote a copy of a parameter on another device."""
         found = [self.state.away.versions.find_written()]
-        found += [replica.scripts.find_written() for replica in used]
+        found += [replica.copies_of_scripts.find_written() for replica in used]
         for written in found:
             if written is not None:
                 self.renew()  # the model does not have the write

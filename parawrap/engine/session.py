@@ -72,7 +72,7 @@ class Session(Calls):
             if not replicas.state.is_current():
                 self.refresh()
             state, survey = replicas.state, replicas.state.survey
-            if not state.lanes:  # such as a lazy layer without a shape yet
+            if not state.replicas:  # such as a lazy layer without a shape yet
                 return None
             # Of earlier calls; a warning in a lane would not name the user's line
             replicas.unkept.warn()

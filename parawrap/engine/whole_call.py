@@ -274,12 +274,12 @@ class WholeCall:
         calls, ready, args = self.calls, self.ready, self.args
         state = calls.replicas.state
         # Another call may have refreshed the replicas since `ready` was read
-        if not state.lanes or ready.state.generation != state.generation:
+        if not state.replicas or ready.state.generation != state.generation:
             raise ReplicaError(CHANGED)
         is_simple = self.moment is None and not self.kwargs
         writes_nothing = ready.is_quiet and TENSORS.issuperset(map(type, args))
         if is_simple and writes_nothing:
-            replica = state.lanes[lane.index]
+            replica = state.replicas[lane.index]
             replica.are_tensors_held = True  # by a graph
             output = self.entry.of(replica.target)(*args)
             # A stream looks once for all of its calls, at its end
@@ -300,7 +300,7 @@ class WholeCall:
         """Run the model on the arguments of the call, and return the caller's output."""
         calls, entry, ready = self.calls, self.entry, self.ready
         replicas = calls.replicas
-        replica = replicas.state.lanes[lane.index]
+        replica = replicas.state.replicas[lane.index]
         replicas.prepare(replica)
         replica.has_graph = replica.has_graph or ready.modes.grad
         staged, loan = self.staged, NOTHING
@@ -349,7 +349,7 @@ class WholeCall:
             if calls.recorder.traces:
                 record = partial(calls.recorder.record, "prepare", entry.batch, None)
             prepare = self.ready.prepares[lane.index]
-            replica = calls.replicas.state.lanes[lane.index]
+            replica = calls.replicas.state.replicas[lane.index]
             replica.are_tensors_held = True  # `prepare` may have parts of the lane
             made = record_call(record, lane.index, prepare, *self.args)
             self.args, self.kwargs = as_call(made)

@@ -215,8 +215,8 @@ class CoreSession(Session):
         """
         lane = here.lane
         state = self.replicas.state
-        if lane in self.lanes.all and state.lanes:
-            return entry.of(state.lanes[lane.index].target)(*args, **kwargs)
+        if lane in self.lanes.all and state.replicas:
+            return entry.of(state.replicas[lane.index].target)(*args, **kwargs)
         if not self.lanes.is_alive or state.survey.is_lazy:
             return entry.plain(*args, **kwargs)
         # As for cut calls: those of several threads wait for each other

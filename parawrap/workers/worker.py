@@ -263,7 +263,7 @@ class ModelServer:
                 replicas.refresh()
             self._is_changed = False
         state = replicas.state
-        replica = state.lanes[0]
+        replica = state.replicas[0]
         replicas.prepare(replica)
         versions = [*map(version_of, state.params)]
         # Writes through ``.data`` show in the contents alone: they are read around the first call
@@ -318,7 +318,7 @@ class ModelServer:
 
 def _has_other_buffers(replicas: Replicas) -> bool:
     """True if the last call wrote a buffer, perhaps without a new version, as batch norm does."""
-    replica = replicas.state.lanes[0]
+    replica = replicas.state.replicas[0]
     pairs = zip(replicas.state.survey.tensors, replica.tensors, strict=True)
     return replica.is_written() or any(
         is_written_unseen(one) and not torch.equal(one, other) for one, other in pairs

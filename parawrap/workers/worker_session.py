@@ -124,9 +124,9 @@ class WorkerSession:
         shards = [plan.place(flat, columns, index, _CPU) for index in range(len(plan.sizes))]
         # Several workers get copies of the arguments that stay whole: writes could not be joined
         shares_arguments = not is_uncut and None in plan.dims
-        versions = plan.written(flat) if shares_arguments else []
+        versions = plan.read_versions(flat) if shares_arguments else []
         outputs = self._apply(entry, form, shards, plan)
-        if versions and versions != plan.written(flat):
+        if versions and versions != plan.read_versions(flat):
             raise ShardError(WRITTEN_WHOLE)
         loans = [shard.loan for shard in shards]
         device = self._output_device(flat.leaves)

@@ -310,7 +310,7 @@ def test_stats_count_calls_and_rows():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", ["vector", "nested"])
 def test_whole_calls_of_unusual_tensors(kind):
-    """A whole call of listed layers takes a tensor without the dim of the rows, and a nested one."""
+    """A whole call of listed layers takes a nested tensor, and one without the dim of rows."""
     if kind == "vector":
         dim, x, rows = 1, torch.ones(5), 0
     else:
