@@ -108,7 +108,7 @@ def set_plain_values(
 
     Return the key of a place that holds something else; None if there is none.
     """
-    is_set = False
+    has_set_values = False
     for part in parts:
         mine = replica.containers.get(part.key)
         if mine is None:  # of an object that all lanes use
@@ -136,7 +136,7 @@ def set_plain_values(
                 return part.key
             dict.__setitem__(mine.own, name, value)
             mine.before[name] = value
-            is_set = True
-    if is_set:
+            has_set_values = True
+    if has_set_values:
         replica.note()
     return None

@@ -92,7 +92,9 @@ def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) ->
         for change in replica.snapshot.list_changes():
             place, key = change.place, change.key
             if place.kind in HOOK_TABLES:
-                continue  # as for output_hidden_states; put back, and nothing of the model's
+                # Such as those of transformers for `output_hidden_states`. They are put back, and
+                # the model loses nothing
+                continue
             name = place.name(key)
             _refuse_layers(change, name, replica)
             if place.kind == BUFFERS:
@@ -156,6 +158,7 @@ def _find_written(used: Sequence[Replica]) -> set[int]:
 def _refuse_split_update(survey: Survey, tensor: torch.Tensor, attributes: dict[str, str]) -> None:
     """Refuse a module that wrote a buffer, which comes back, and an attribute, which does not."""
     for place in survey.places_of(tensor):
+        # The path of a table is that of its module
         if place.kind == BUFFERS and place.path in attributes:
             msg = (
                 f"forward writes the buffer {survey.paths[id(tensor)]!r} and "
@@ -196,7 +199,7 @@ def _give_back(survey: Survey, written: set[int], first: Replica) -> None:
             if not may_differ or not survey.is_buffer(tensor):
                 continue
             value = first.tensors[index]
-            if value.device != tensor.device:
+            if value.device != tensor.device:  # the copy below reads it on the caller's stream
                 record_use([value])
             values.append(value)
             # A write through `data` gives no new version, as the write in C++ gave none
@@ -274,7 +277,10 @@ def may_renormalize(survey: Survey, tensor: torch.Tensor) -> bool:
 
 
 def contents_of(tensor: torch.Tensor) -> Any:
-    """Return the memory and a sum of a tensor, which also show writes through ``.data``."""
+    """Return the memory, the flag ``requires_grad``, and a sum of a tensor.
+
+    They also show writes through ``.data``. None for a tensor without such memory.
+    """
     if tensor.layout is not torch.strided or tensor.is_meta:
         return None
     # The widest dtype, so that a small change of one element still changes the sum

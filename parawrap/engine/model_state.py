@@ -42,7 +42,8 @@ from parawrap.engine.places import ALWAYS_NEW, LISTS, TABLES, Place, read_items
 from parawrap.engine.survey import Survey, home_of_survey
 from parawrap.tree import ABSENT
 
-# An entry after all others that equals no value: a list that became longer or shorter differs
+# An entry after all others that equals no value. `map` stops at the shorter of two sequences: with
+# this entry, a list that became longer or shorter differs nevertheless
 _END_OF_VALUES = (object(),)
 _dict_of = attrgetter("__dict__")
 _is_dirty = attrgetter("is_dirty")
@@ -379,6 +380,7 @@ class Snapshot:
         # The entries of the other dicts are compared in C loops, as many models set an attribute at
         # each step of a training loop: `holders` has the dict of each entry
         holders = [*chain.from_iterable([repeat(each, len(each.before)) for each in same_length])]
+        # A key that is another object counts too: `list_changes` compares its entry
         for read in (dict.values, dict.keys):
             # A list of each first, which is one step: other threads may write the model
             now = chain.from_iterable([[*read(each.own)] for each in same_length])

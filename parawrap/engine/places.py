@@ -76,6 +76,7 @@ class Place(NamedTuple):
     @property
     def module_path(self) -> str:
         """The path of the module that the container belongs to."""
+        # The names of tables begin with an underscore
         if self.kind == "vars" or self.kind.startswith("_"):
             return self.path
         # The path ends with an attribute of the module, and the keys inside it.

@@ -219,8 +219,13 @@ class Replicas:
                 # After the snapshot, which shows if a training flag changes from here on
                 edition = Edition(survey)
                 if survey.is_lazy:  # a parameter waits for its first call, which runs plainly
-                    doubts, never = self.doubts, NEVER_CURRENT  # the next call looks again
-                    return ModelState(edition, snapshot, doubts, never, generation=generation)
+                    return ModelState(
+                        edition,
+                        snapshot,
+                        self.doubts,
+                        NEVER_CURRENT,  # the next call looks again
+                        generation=generation,
+                    )
                 state = self._copy_model(edition, snapshot, before, asked, generation)
             except Exception as error:
                 if not was_disturbed(error, snapshot, copies):
@@ -244,12 +249,15 @@ class Replicas:
         if changes is None or _changes_training(changes):
             return False
         if changes.entries:
-            # The values are set by `_set_plain_values`, which compares all of them
+            # The replicas get the values from `_set_plain_values`, which compares all of them
             state.snapshot.accept(changes)
         return True
 
     def _set_plain_values(self, state: ModelState[Replica]) -> set[Key]:
-        """Return the first place of each replica that holds something else than the model's."""
+        """Set the numbers, flags, and texts of all replicas to those of the model.
+
+        Return the first place of each replica that still holds something else.
+        """
         parts = read_plain_parts(state.snapshot, self._differs_always)
         found = {replica.set_plain_values(parts) for replica in state.replicas}
         return {key for key in found if key is not None}
@@ -317,16 +325,17 @@ class Replicas:
             if _changes_training(changes):
                 edition = Edition(survey)
                 must_renew = True  # training may have written statistics without a new version
-        has_places = True
+        is_enough = True  # False once a replica cannot take what changed
         if not before.has_same_sources():
             away = self._copy_parameters(away.devices, away.originals)
-            has_places = not survey.scripts  # copies of these have further parameters
-        has_places = has_places and self._give_parameters(before, away)
-        if has_places and must_renew:
-            has_places = all(self._renew_tensors_of(replica, before) for replica in before.replicas)
+            # TorchScript modules on other devices have their own parameters, which are not replaced
+            is_enough = not survey.scripts
+        is_enough = is_enough and self._give_parameters(before, away)
+        if is_enough and must_renew:
+            is_enough = all(self._renew_tensors_of(replica, before) for replica in before.replicas)
         # Last: streams that are open must see each change that the copies may have met
         generation = self._next_generation(before, changes)
-        if not has_places:
+        if not is_enough:
             return self._build(before, asked, generation)
         return self._note_state(
             edition, before.snapshot, asked, before.replicas, away, versions, generation
@@ -480,7 +489,10 @@ class Replicas:
             state.away.clear()
 
     def share_buffers(self) -> None:
-        """Give the first replica the model's own buffers, if it is on the model's device."""
+        """Give the first replica the model's own buffers, if it is on the model's device.
+
+        For `replicate`: there, calls of the first replica update the model, as in torch.
+        """
         state, first = self.state, self.state.replicas[0]
         if first.device == state.home:
             first.replace_tensors([*state.survey.tensors])
@@ -548,6 +560,7 @@ class Replicas:
         """
         state = self.state
         replica.is_dirty = not replica.snapshot.is_same()
+        # A lane elsewhere has copies, so forward cannot have written the parameters themselves
         is_at_home = replica.device not in state.away.by_device
         if is_at_home and [*map(version_of, state.params)] != versions:
             self.refuse_write(versions, state)
@@ -563,7 +576,8 @@ class Replicas:
         state = self.state
         must_renew = state.renews_always or replica.is_written()
         if must_renew and not self._renew_tensors_of(replica, state):
-            # A tuple, or the like, holds one of them
+            # A tuple, or the like, holds one of them, so the old ones stay and get the values. If a
+            # graph holds them, torch refuses its backward pass
             tensors = self._copy_tensors(replica.device, state.survey, state.home)
             with torch.no_grad():
                 copy_all(replica.tensors, tensors)
@@ -606,6 +620,7 @@ class Replicas:
             ReplicaError: If so. The message names the first one.
         """
         state = self.state
+        # In the order of `read_contents`; an error names the parameter in place of its copy
         originals = [original for original, _ in state.away.pairs()]
         tensors = [*state.params, *originals]
         for tensor, then, now in zip(tensors, before, self.read_contents(), strict=True):

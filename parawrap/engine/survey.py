@@ -241,7 +241,8 @@ class Survey:
         """Enter an object, and return each of its parts."""
         if isinstance(value, torch.Tensor):
             learns = isinstance(value, torch.nn.Parameter) or value.requires_grad
-            (self.params if learns else self.tensors).append(value)
+            found = self.params if learns else self.tensors
+            found.append(value)
             return ()
         if isinstance(value, torch.jit.ScriptModule):
             self._enter_script(value, path)
@@ -293,7 +294,7 @@ class Survey:
         attributes = self._enter_container(module, "vars", path, own)
         parts: list[_Visit] = []
         for name, table in state.items():
-            if name in NOT_CALLED:
+            if name in NOT_CALLED:  # such as hooks of `state_dict`: lanes share the table as it is
                 self.owned[id(table)] = table
                 self.shared.append(table)
             elif name in MODULE_TABLES and isinstance(table, dict):
