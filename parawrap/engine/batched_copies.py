@@ -49,11 +49,11 @@ def copies_on(
             for index in alone:
                 transfer_into(empty[index], plain[index])
             # The copies of all tensors, in their order: those of plain tensors are written below
-            waiting = iter(empty)
-            found[device] = [
-                next(waiting) if is_plain else tensor.to(device, copy=True)
-                for tensor, is_plain in zip(originals, are_plain, strict=True)
-            ]
+            unused = iter(empty)
+            copies_here = found[device] = []
+            for tensor, is_plain in zip(originals, are_plain, strict=True):
+                copied = next(unused) if is_plain else tensor.to(device, copy=True)
+                copies_here.append(copied)
         # One flat tensor serves all devices, and is freed before the next one is made
         for pack in packs:
             flat = pack.flatten(plain)
@@ -138,8 +138,8 @@ class Pack:
         """Return the tensors of this pack as views of a flat tensor."""
         pieces = [*map(torch.Tensor.view, flat.split(self.sizes), self._shapes)]
         for place, order in self._orders.items():
-            back = sorted(range(len(order)), key=order.__getitem__)
-            pieces[place] = pieces[place].permute(back)
+            inverse = sorted(range(len(order)), key=order.__getitem__)
+            pieces[place] = pieces[place].permute(inverse)
         return pieces
 
 

@@ -199,7 +199,7 @@ class _Broadcast(torch.autograd.Function):
 
 def _own_copies(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies that share no memory and no version, in the memory formats of the pieces."""
-    # A write in place has no graph, and batches of gradients, as below, have no memory to write
+    # A graph does not record the write below, and batches of gradients have no memory to write
     if torch.is_grad_enabled() or not storage_of(pieces[0]):
         return [piece.clone() for piece in pieces]
     copies = [*map(torch.empty_like, pieces)]
@@ -213,7 +213,7 @@ def _without_neighbors(tensor: torch.Tensor) -> torch.Tensor:
     Tensors that traveled together share a version, and one of them would keep the memory of all.
     """
     if not storage_of(tensor):
-        return tensor  # sparse, or a batch of gradients, which `is_grads_batched` returns
+        return tensor  # sparse, or a batch of gradients, which torch makes for `is_grads_batched`
     is_alone = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if is_alone else tensor.clone()
 
@@ -331,15 +331,16 @@ class ParameterCopies:
             edges = _AtHome.apply(packs, *sources)  # type: ignore[no-untyped-call]
         found = copies_on(self.devices, [originals[index] for index in leaves])
         for device, copies in found.items():
-            at = dict(zip(leaves, copies, strict=True))
+            by_index = dict(zip(leaves, copies, strict=True))
             if sources:
-                arguments = packs, sources[0].device, [at[index] for index in learning]
+                home = sources[0].device
+                arguments = packs, home, [by_index[index] for index in learning]
                 linked = _Broadcast.apply(*arguments, *edges)  # type: ignore[no-untyped-call]
-                at.update(zip(learning, linked, strict=True))
+                by_index.update(zip(learning, linked, strict=True))
             for index in computed:
                 # Its own graph leads to leaves, so torch's plain copy is enough.
-                at[index] = transfer(originals[index], device)
-            found[device] = [at[index] for index in indices]
+                by_index[index] = transfer(originals[index], device)
+            found[device] = [by_index[index] for index in indices]
         return found
 
 

@@ -107,7 +107,7 @@ class OutputFolder:
             msg = f"{file} is an output of {target}, not of {self._target}. Use another folder"
             raise ResumeError(msg)
         if self._fingerprint is not None:
-            self._check_fingerprint(file, saved.get("model"))
+            self._check_fingerprint(file, self._fingerprint, saved.get("model"))
         if saved_digest != digest:
             msg = (
                 f"batch {number} is not the batch that {file} was computed from. The source must "
@@ -179,13 +179,12 @@ class OutputFolder:
             self._fingerprint = self._find_fingerprint()
         self._find_fingerprint = None
 
-    def _check_fingerprint(self, file: Path, saved: Fingerprint | None) -> None:
-        """Refuse an output of other weights, or of unknown weights."""
-        found = self._fingerprint or {}
+    def _check_fingerprint(self, file: Path, own: Fingerprint, saved: Fingerprint | None) -> None:
+        """Refuse an output of other weights than the target's own, or of unknown weights."""
         if saved is None:
             msg = f"{file} does not say which weights computed it. {_OTHER_MODEL}"
             raise ResumeError(msg)
-        different = [name for name, value in found.items() if saved.get(name) != value]
+        different = [name for name, value in own.items() if saved.get(name) != value]
         if different:
             names = " and ".join(different)
             msg = f"{file} was computed with other {names} of {self._target}. {_OTHER_MODEL}"
