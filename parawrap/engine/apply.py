@@ -43,13 +43,13 @@ def apply_tasks(
     devices = [lane.device for lane in lanes.all[: len(tasks)]]
     moments = moments_of(devices, (home, output_device, *map(device_of, leaves)))
     # Lanes that run one after another draw in order, which needs no warning
-    draws = lanes.read_generators() if turns is None else None
+    generators = lanes.read_generators() if turns is None else None
     outputs, errors = lanes.run(tasks, turns, home, moments)
     if errors:
         raise_first_failure(errors, len(tasks), lanes.all)
-    if draws is not None:
-        lanes.warn_of_draws(draws)
-    if moments:
+    if generators is not None:
+        lanes.warn_of_draws(generators)
+    if moments:  # made on the lanes' streams, and read on the caller's from here on
         record_use(flatten(outputs)[0])
     return outputs
 

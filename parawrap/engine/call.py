@@ -111,7 +111,8 @@ class Stub(wrapt.CallableObjectProxy[Callable[..., Any]]):
         # Under a compiler, the call becomes part of the graph, and runs plainly
         if calls is None or torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
-        # Past the view of the module's ``__dict__``, which hides the stubs (`patch.py`)
+        # Past the view of the module's ``__dict__``, which hides the stubs (`patch.py`). The entry
+        # of a stub has the name of its method
         top = dict.get(calls.target.__dict__, entry.method)
         if top is not self and not self._is_below(top):
             # Other code has put a wrapper over the stub, and the wrapper has called it. Replicas
@@ -207,7 +208,8 @@ class Calls:
         lanes, replicas = self.lanes, self.replicas
         if here.lane is not None:  # this call is part of another one
             return entry.plain(*args, **kwargs)
-        has_lanes = lanes.is_open and lanes.pid == getpid()  # a forked child has none
+        # As `Lanes.is_alive`, without one more function to enter. A forked child has no lanes
+        has_lanes = lanes.is_open and lanes.pid == getpid()
         if not has_lanes or must_run_plainly(lanes.backend):
             return self.run_plainly(entry, args, kwargs)
         planned = self._plan(entry, args, kwargs)
@@ -249,7 +251,7 @@ class Calls:
         cutter = self.cutters[entry.method]
         plan = None if kwargs else cutter.plan_of_tensors(args, count)
         if plan is not None:
-            flat = FlatCall(args, plan.spec, (), on_cpu=True)
+            flat = FlatCall(args, plan.spec, on_cpu=True)  # only a new plan needs the extents
         else:
             flat = cutter.flatten(args, kwargs)
             plan = cutter.plan(flat, count)
@@ -283,7 +285,8 @@ class Calls:
         used = state.replicas[: len(sizes)]
         grad = torch.is_grad_enabled()
 
-        # Listed layers of torch write nothing, unless an argument or a hook brings other code
+        # Listed layers of torch (`edition.py`) write nothing, unless an argument or a hook brings
+        # other code
         only_tensors = flat.on_cpu or TENSORS.issuperset(map(type, flat.leaves))
         brings_code = any(global_hooks) or not only_tensors
         may_write = brings_code or not state.edition.is_quiet
@@ -348,14 +351,16 @@ class Calls:
             joining = placed or PlacedCall(plan, flat, columns, state.replicas, rules, None)
             output = joining.join_outputs(outputs, lanes.backend.type)
         if may_write:
-            # The rows of several lanes in a new tensor, or lane 0's, which may be its own buffer
+            # A join returns a new tensor, or what all lanes returned, which is lane 0's. Without
+            # buffers, no lane keeps a tensor
             is_joined_tensor = len(sizes) > 1 and type(output) is torch.Tensor
+            is_new = is_joined_tensor and not used[0].tensors
             # An item per lane, each of another lane's replica
             is_per_lane = type(output) is list and len(output) == len(used)
             if rules.join == "list" and is_per_lane:
                 output = [*map(hand_over, output, used)]
-            elif used[0].tensors or not is_joined_tensor:
-                output = hand_over(output, used[0])  # what all lanes returned is lane 0's
+            elif not is_new:
+                output = hand_over(output, used[0])
 
         # Settle: the writes of forward reach the model and the arguments, or are refused
         if may_write:
@@ -472,6 +477,7 @@ class Calls:
     def _output_place(self, flat: FlatCall) -> torch.device | None:
         """Return the device of outputs; None if the lanes leave them there, on the CPU."""
         home = self.replicas.state.home
+        # A model without tensors has its outputs where the first tensor among the arguments is
         if self.stays_on_cpu and (flat.on_cpu or home is not None):
             return None
         places = (self.output_device, home, *map(device_of, flat.leaves), *self.devices)
@@ -592,7 +598,7 @@ class Probe:
         if may_write and looks_at_contents:
             self._contents = calls.replicas.read_contents()
         # In turns, lanes draw in order
-        self._draws = calls.lanes.read_generators() if turns is None else None
+        self._generators = calls.lanes.read_generators() if turns is None else None
 
     def end(self) -> None:
         """Compare with the facts after the call, and note that the plan has been probed.
@@ -602,8 +608,8 @@ class Probe:
         """
         if self._contents is not None:
             self._calls.replicas.check_contents(self._contents)
-        if self._draws is not None:
-            self._calls.lanes.warn_of_draws(self._draws)
+        if self._generators is not None:
+            self._calls.lanes.warn_of_draws(self._generators)
         if len(self._probed) >= _MOST_PROBED:
             self._probed.clear()
         self._probed.add(self._plan)
@@ -633,4 +639,8 @@ def must_run_plainly(backend: Backend) -> bool:
 
 
 def _is_on_cpu(leaf: Any) -> bool:
+    """True for a tensor on the CPU, and for a value without tensors.
+
+    A container that is one leaf may hold tensors on any device.
+    """
     return getattr(leaf, "is_cpu", not isinstance(leaf, WholeLeaf))

@@ -151,7 +151,8 @@ class Lane:
     def take(self, _: Lane) -> None:
         """Run whole calls, the oldest first, until none waits.
 
-        Other work that waits runs between two of them.
+        Other work that waits runs between two of them. The argument is this lane, which all work
+        from the inbox gets.
         """
         while True:
             try:
@@ -342,7 +343,7 @@ class Lanes:
         self._only_cpu = all(device.type == "cpu" for device in devices)
         # Entries are never changed. Two threads may make the same one
         self._groups: dict[tuple[int, str | None], dict[int, tuple[int, ...]]] = {}
-        self._changed: Moment = {}
+        self._changed: Moment = {}  # after the last change of the replicas, by device
         self._warns_of_draws = self.count > 1
         self._end = weakref.finalize(self, _end_threads, self.all, _EXIT_PATIENCE_S)
 
@@ -366,6 +367,7 @@ class Lanes:
         # A copy, because threads take groups out of it
         groups = dict(self._groups.get(key) or self._group(key))
         parts = CallParts(self.all, tasks, groups, home, moments)
+        # The caller's own group: `parts` has counted it, and no lane's thread may take it
         first = groups.pop(0)
         before = torch.get_num_threads()
         # Lanes at the same time share the cores. The count is that of the calling thread

@@ -99,6 +99,7 @@ class PlacedCall:
             record_use(flatten(values)[0])
         rules = rules_of_entries(self._rules, place, key)
         joined = join(values, self.plan.sizes, rules, self.device, self._find_originals)
+        # It is new, or what all lanes put there, which is lane 0's
         return hand_over(joined, self._replicas[0])
 
     def _find_originals(self) -> Sequence[Callable[[Any], Any]]:

@@ -42,7 +42,8 @@ from parawrap.tree import TENSORS, flatten
 _CPU = torch.device("cpu")
 _is_cpu = attrgetter("is_cpu")
 _TINY_NS = 100_000  # to wake a caller costs about 30 us
-_DELAY_NS = 5_000_000  # of an output that is there, as in messages to workers
+# The most that an output waits for later ones before the caller reads it, as in messages to workers
+_DELAY_NS = 5_000_000
 
 
 class Session(Calls):
@@ -193,6 +194,8 @@ class ThreadStream:
     has_room = None
 
     def __init__(self, session: Session, entry: Entry, prepare: Prepare | None) -> None:
+        # Half of them may be read at once (`wait_for_some`). The rest leaves each lane a batch to
+        # run, and one to take; a guess that no test has contradicted
         self.most = 4 * len(session.devices)
         self._session = session
         self._entry = entry

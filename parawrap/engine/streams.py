@@ -132,7 +132,7 @@ def stream(
     most = buffersize or starter.most
     has_room = None if buffersize else starter.has_room
     number, has_ended = 0, False
-    readable = 0
+    readable = 0  # outputs that may be read before the starter is asked again
     failure: Exception | None = None
     pending: Pending | None
     try:

@@ -88,7 +88,7 @@ class Ready(NamedTuple):
 def follow(reached: Reached, value: Any) -> None:
     """Have the calling thread's streams come after these events.
 
-    A callback in a lane waits: it may pass the value on.
+    In a lane, the host waits instead: a callback may pass the value to a thread with other streams.
     """
     for device, event in reached:
         stream = backend_of(device.type).stream(device)
@@ -308,7 +308,8 @@ class WholeCall:
             self._prepare(lane)
             if self.kwargs or not TENSORS.issuperset(map(type, self.args)):
                 given = self.args, self.kwargs
-                loan = lend(given, paths_of_containers(flatten(given)[1]))
+                _, spec = flatten(given)
+                loan = lend(given, paths_of_containers(spec))
         else:
             # They were copied on another stream of the lane
             record_use(flatten((self.args, self.kwargs))[0])
