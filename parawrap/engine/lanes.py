@@ -8,8 +8,8 @@ Guarantees:
 - The outcome of a part reaches the caller whatever the part raises; the lane lives on.
 - A part never waits for a lane: `here.lane` is set in it, and calls of the model run plainly. A
   part that waits for another thread, which itself makes a call, waits forever.
-- An interrupted caller drops its parts that have not started. If it was running a part itself, it
-  waits for the parts that other lanes have begun; if it was waiting for them, it leaves at once.
+- An interrupt drops the parts that have not started. A caller that waits for other parts leaves at
+  once. One that is interrupted in its own part first waits for those that run.
 - Threads start when first needed. They end with `close`, with the last reference to the lanes, or
   with the interpreter.
 - A forked child has no lanes: all calls run plainly there.
@@ -305,7 +305,7 @@ class CallParts:
             self.done.release()
 
     def is_interrupted(self) -> bool:
-        """True after Ctrl-C or an exit, which no part has failed with, in any part so far."""
+        """True if a part has ended with Ctrl-C or an exit, perhaps after errors of other parts."""
         # A list is copied in one step; lanes append their errors meanwhile
         return any(not isinstance(error, Exception) for _, error in [*self.errors])
 

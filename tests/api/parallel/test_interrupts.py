@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +13,7 @@ from torch.testing import assert_close
 from parawrap import parallel
 from parawrap.engine.lanes import CallParts, Lanes, here
 from tests.helpers.interrupts import moments_of
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 X = torch.randn(9, 4)
 THREE = ["cpu"] * 3
@@ -101,6 +102,26 @@ def test_interrupted_calls(kind):
     check_calls(kind, STEP)
 
 
+def test_an_interrupt_after_an_error():
+    """An interrupted caller begins no other part, also if another lane has failed before."""
+    begun, held = [], threading.Event()
+
+    def run(x):
+        begun.append(here.lane.index)
+        if here.lane.index == 1:
+            raise ValueError
+        eventually(lambda: lanes[1].tasks == 1, "lane 1 has failed")
+        raise KeyboardInterrupt
+
+    with parallel(run, THREE, out_dims=0) as p:
+        lanes = p._session.lanes.all
+        lanes[2].inbox.put(lambda _: held.wait(PATIENCE_S))
+        with pytest.raises(KeyboardInterrupt):
+            p(X)
+        held.set()
+    assert sorted(begun) == [0, 1]
+
+
 @put_back
 @torch.no_grad()
 def test_interrupted_blocks():
@@ -117,8 +138,8 @@ def test_interrupts_at_all_moments():
     check_blocks(3)
 
 
-def test_an_interrupt_after_a_failure(monkeypatch):
-    """Ctrl-C drops the parts that have not begun, also if another part has failed before."""
+def test_an_interrupt_in_a_later_part(monkeypatch):
+    """So does a caller that is interrupted in a part of another lane, which it runs itself."""
     monkeypatch.setattr(CallParts, "wake_next", lambda _: None)  # the caller runs all parts
     lanes, done = Lanes([torch.device("cpu")] * 3), []
 
