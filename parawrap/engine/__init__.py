@@ -32,6 +32,24 @@ Read `call.py` first: it begins with a list of the functions that take these ste
 `whole_call.py`, in `WorkerSession.call` of `workers/worker_session.py`, and in `ModelServer.answer`
 of `workers/worker.py`.
 
+Terms of several files:
+
+term           | meaning
+-------------- | ---------------------------------------------------------------------------------
+leaf, spec     | what `flatten` makes of nested values: the values, and the containers around them
+`WholeLeaf`    | a leaf that stands for a whole container, such as a cache with its own rules
+plan           | how calls of one structure are cut
+part, shard    | what one lane runs of a cut call, and its arguments. A call has a part per lane,
+               | or more: part i runs in lane ``i % lanes``
+column         | the values of all parts at one place of the arguments, or of the outputs
+home, away     | the device of the model, and others: lanes there have copies of its parameters
+quiet          | forward writes nothing, so looks for its writes are left out (`edition.py`)
+dirty          | a call may have left something in a replica, which is put back before the next one
+lent, loan     | the copies that a lane has of the caller's arguments, as they were before forward
+moment, mark   | the position of the caller on streams when it made a call (`device_streams.py`)
+survey, state  | what the model leads to, and what it held at the last refresh; `replicas.py` has
+               | a table of these
+
 - A call is decided from the call alone: from its arguments, the options of the block, the model,
   and the modes of torch. It never depends on earlier calls, on a measured time, on two equal
   numbers, or on a shape that happens to match. Between calls, a session keeps plans, replicas,
