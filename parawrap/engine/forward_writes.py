@@ -85,7 +85,34 @@ def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) ->
     """
     survey = edition.survey
     names: dict[str, None] = {}  # a set that keeps the order
-    written_attributes: dict[str, str] = {}  # the last one's name, by the path of its module
+    written_attributes = _settle_entries(edition, used, names)
+    written = _find_written(used)
+    gives_back = is_cut and edition.trains
+    for index in sorted(written):
+        tensor = survey.tensors[index]
+        name = survey.paths[id(tensor)]
+        is_buffer = survey.is_buffer(tensor)
+        if gives_back and is_buffer:
+            if written_attributes:
+                _refuse_split_update(survey, tensor, written_attributes)
+            continue
+        names[name] = None
+        if is_cut and is_buffer:
+            _refuse_different(name, [replica.tensors[index] for replica in used])
+    # Last: a refused call leaves the model's buffers as they are
+    if gives_back:
+        _give_back(survey, written, used[0])
+    return [*names]
+
+
+def _settle_entries(
+    edition: Edition, used: Sequence[Replica], names: dict[str, None]
+) -> dict[str, str]:
+    """Judge entries of containers that forward replaced; add those that the model does not get.
+
+    Return the name of the last attribute that was written in each module, by the module's path.
+    """
+    written_attributes: dict[str, str] = {}
     for replica in used:
         if not replica.is_dirty:  # a look after the call has found nothing
             continue
@@ -104,22 +131,7 @@ def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) ->
             elif _is_real_change(change.before, change.now) and not _is_computed(place, key):
                 names[name] = None
                 written_attributes[place.module_path] = name
-    written = _find_written(used)
-    for index in sorted(written):
-        tensor = survey.tensors[index]
-        name = survey.paths[id(tensor)]
-        is_cut_buffer = is_cut and survey.is_buffer(tensor)
-        if is_cut_buffer and edition.trains:  # given back below
-            if written_attributes:
-                _refuse_split_update(survey, tensor, written_attributes)
-            continue
-        names[name] = None
-        if is_cut_buffer:
-            _refuse_different(name, [replica.tensors[index] for replica in used])
-    # Last: a refused call leaves the model's buffers as they are
-    if is_cut and edition.trains:
-        _give_back(survey, written, used[0])
-    return [*names]
+    return written_attributes
 
 
 def _refuse_layers(change: Change, name: str, replica: Replica) -> None:

@@ -132,7 +132,7 @@ def stream(
     most = buffersize or starter.most
     has_room = None if buffersize else starter.has_room
     number, has_ended = 0, False
-    readable = 0  # outputs that may be read before the starter is asked again
+    readable = 0  # outputs that may be read before the next `wait_for_some`
     failure: Exception | None = None
     pending: Pending | None
     try:
@@ -186,15 +186,15 @@ def stream(
                 starter.wait_for(has_output)
                 pending = finished.get()
             # No longer in flight: after the wait, this frame alone holds the call and its output.
-            number_of, batch, hint = flying.pop(pending)
+            own_number, batch, hint = flying.pop(pending)
             try:
                 output = pending.result()
                 if folder is not None:
-                    folder.commit(number_of, output)
+                    folder.commit(own_number, output)
             except Exception as error:
                 del pending  # break the reference cycle: future, error, traceback, this frame
                 drop_own_frames(error)
-                add_note(error, f"in batch {number_of} of the stream, counted from 0")
+                add_note(error, f"in batch {own_number} of the stream, counted from 0")
                 if hint is not None:
                     add_note(error, hint)
                 # These are not about one batch: the next ones would fail in the same way.
