@@ -61,6 +61,13 @@ def _make_getter(names: tuple[str, ...]) -> itemgetter[Any]:
     return itemgetter(*names)
 
 
+def _has_usual_length(container: Any) -> bool:
+    """False if the class of a container says itself how long it is, or whether it is true."""
+    cls = type(container)
+    base = next(base for base in (dict, *LISTS) if issubclass(cls, base))
+    return cls.__len__ is base.__len__ and not hasattr(cls, "__bool__")
+
+
 # Registrations of hooks
 
 
@@ -222,7 +229,7 @@ class Snapshot:
         # So it is read whole, as those of other objects
         if kind == "vars" and type(own) is dict and isinstance(found.owner, torch.nn.Module):
             self._enter_module(found, entered)
-        elif found.before:
+        elif found.before or not _has_usual_length(own):
             self._enter_dict(found, entered)
         elif kind in HOOK_TABLES:
             self._without_hooks.append(own)
@@ -230,13 +237,14 @@ class Snapshot:
             self._empty.append(own)
 
     def _enter_list(self, found: Container, entered: _Entered) -> None:
-        has_fixed_length = not isinstance(found.own, LISTS)  # slots, or a cell
-        if not (found.before or has_fixed_length):
+        # Slots and cells always have the same length
+        shows_length = isinstance(found.own, LISTS) and _has_usual_length(found.own)
+        if shows_length and not found.before:
             self._empty.append(found.own)
             return
         self._views.append(found.own)
         entered.views.append(found.before)
-        if not has_fixed_length:
+        if shows_length:
             self._sized.append(found.own)
             entered.sized.append(found.before)
 
@@ -260,14 +268,15 @@ class Snapshot:
         else:
             self._views.append(dict.values(own))
             entered.views.append(before.values())
+        keys = dict.keys(own)  # with their own length, whatever the class of the dict says
         is_table = kind in TABLES or kind in HOOK_TABLES
         if self._is_model or not is_table:  # forward gives no parameter another name
-            self._keyed.append(dict.keys(own))
+            self._keyed.append(keys)
             entered.keyed.append(before)
         if not is_table:
             # An entry that moves from one container to the next leaves the order of all that is
             # held. Tables need no length: what enters one comes last, after what was there
-            self._sized.append(own)
+            self._sized.append(keys)
             entered.sized.append(before)
 
     # Is it the same?

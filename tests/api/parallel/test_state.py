@@ -74,6 +74,32 @@ def test_targets_that_are_false(answer):
             assert torch.equal(p(torch.zeros(4)), torch.ones(4))
 
 
+@put_back
+@torch.no_grad()
+@pytest.mark.parametrize("answer", ["__len__", "__bool__"])
+@pytest.mark.parametrize("kind", [dict, list])
+def test_containers_that_are_false(kind, answer):
+    """An entry shows in a container that says that it is empty: that of forward is put back, and
+    lanes get that of the caller.
+    """
+    empty = {"__len__": lambda _: 0, "__bool__": lambda _: False}[answer]
+    entries = type("Entries", (kind,), {answer: empty})()
+
+    def add(found):
+        found.update({len([*found]): 1}) if kind is dict else found.append(1)
+
+    def run(self, x):
+        add(self.entries)
+        return x + len([*self.entries])
+
+    model = Stateful(run, {}, entries=entries).eval()
+    with parallel(model, TWO, out_dims=0):
+        for count in (1, 2):
+            for _ in range(2):
+                assert torch.equal(model(torch.zeros(4)), torch.full((4,), float(count)))
+            add(entries)
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_training_keeps_lane_0(grad):
     """In training mode, the writes of lane 0 into buffers reach the model, in place and without a
