@@ -488,7 +488,8 @@ class Lanes:
                 chosen = min(idle, key=_load_of, default=None)
             if chosen is not None and chosen.thread is None:
                 self._start([chosen])  # before the work is queued: there may be no thread to have
-            (self.all[0].own if in_order else self._shared).append(work)
+            queue = self.all[0].own if in_order else self._shared
+            queue.append(work)
             if chosen is not None:
                 # In this order: after Ctrl-C in between, the lane only gets the method once more
                 chosen.inbox.put(chosen.take)

@@ -384,8 +384,10 @@ class Snapshot:
         found: list[Container] = []
         same_length: list[Container] = []
         for each in self._dicts:
-            is_same_length = dict.__len__(each.own) == len(each.before)
-            (same_length if is_same_length else found).append(each)
+            if dict.__len__(each.own) == len(each.before):
+                same_length.append(each)
+            else:
+                found.append(each)
         # The entries of the other dicts are compared in C loops, as many models set an attribute at
         # each step of a training loop: `holders` has the dict of each entry
         holders = [*chain.from_iterable([repeat(each, len(each.before)) for each in same_length])]

@@ -123,8 +123,8 @@ class _AtHome(torch.autograd.Function):
         # Of the other outputs only the shape, the dtype, and the device count. All elements of one
         # have the same memory, which nothing reads
         flats = [same[pack.indices[0]].new_empty_strided((pack.size,), (0,)) for pack in packs]
-        is_packed = torch.empty_strided((len(same),), (0,), dtype=torch.float32, device="cpu")
-        return (*same, *flats, is_packed)
+        are_packed = torch.empty_strided((len(same),), (0,), dtype=torch.float32, device="cpu")
+        return (*same, *flats, are_packed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -135,15 +135,15 @@ class _AtHome(torch.autograd.Function):
             None if gradient is None else _without_neighbors(gradient)
             for gradient in gradients[:count]
         ]
-        *flats, is_packed = gradients[count:]
+        *flats, are_packed = gradients[count:]
         # Without a vector, there is no flat tensor. It is on the CPU, so no device waits
-        sums = [] if is_packed is None else is_packed.tolist()
+        sums = [] if are_packed is None else are_packed.tolist()
         for pack, flat in zip(ctx.packs, flats, strict=True):
             if flat is None:
                 continue
-            is_present = [*map(bool, pack.pick(sums))]
-            pieces = _own_copies([*compress(pack.split(flat), is_present)])
-            for index, piece in zip(compress(pack.indices, is_present), pieces, strict=True):
+            are_present = [*map(bool, pack.pick(sums))]
+            pieces = _own_copies([*compress(pack.split(flat), are_present)])
+            for index, piece in zip(compress(pack.indices, are_present), pieces, strict=True):
                 alone = found[index]  # from another device
                 found[index] = piece if alone is None else piece + alone
         return (None, *found)
@@ -176,24 +176,24 @@ class _Broadcast(torch.autograd.Function):
             for gradient in gradients
         ]
         flats: list[torch.Tensor | None] = []
-        is_packed = [0.0] * len(alone)
+        are_packed = [0.0] * len(alone)
         for pack in ctx.packs:
-            is_present = [gradient is not None for gradient in pack.pick(dense)]
-            elements = sum(compress(pack.sizes, is_present))
-            if not any(is_present) or elements < _LEAST_PART * pack.size:
+            are_present = [gradient is not None for gradient in pack.pick(dense)]
+            elements = sum(compress(pack.sizes, are_present))
+            if not any(are_present) or elements < _LEAST_PART * pack.size:
                 flats.append(None)
                 continue
             flats.append(transfer(pack.flatten(dense), ctx.home))
-            for index in compress(pack.indices, is_present):
-                is_packed[index] = 1.0
+            for index in compress(pack.indices, are_present):
+                are_packed[index] = 1.0
                 alone[index] = None
         present = [index for index, gradient in enumerate(alone) if gradient is not None]
         sent = [gradient for gradient in alone if gradient is not None]
         for index, arrived in zip(present, send_together(sent, ctx.home), strict=True):
             alone[index] = arrived
         vector = None
-        if any(is_packed):
-            vector = torch.tensor(is_packed, dtype=torch.float32, device="cpu")
+        if any(are_packed):
+            vector = torch.tensor(are_packed, dtype=torch.float32, device="cpu")
         return (None, None, None, *alone, *flats, vector)
 
 
