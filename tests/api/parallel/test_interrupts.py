@@ -139,7 +139,7 @@ def test_interrupts_at_all_moments():
 
 
 def test_an_interrupt_in_a_later_part(monkeypatch):
-    """So does a caller that is interrupted in a part of another lane, which it runs itself."""
+    """Ctrl-C in another lane's part that the caller runs drops the parts that have not begun."""
     monkeypatch.setattr(CallParts, "wake_next", lambda _: None)  # the caller runs all parts
     lanes, done = Lanes([torch.device("cpu")] * 3), []
 
