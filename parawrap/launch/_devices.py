@@ -59,7 +59,7 @@ class Device(enum.StrEnum):
         return cls("gpu" if kind == "cuda" else kind)
 
 
-def visible(kind: Device) -> int:
+def count_visible(kind: Device) -> int:
     """Return the number of devices of this kind that a new process would see."""
     if kind is Device.GPU:
         return torch.cuda.device_count()
@@ -105,7 +105,7 @@ def variables_for(
             name = "HIP_VISIBLE_DEVICES"
         # Numbers, or the UUIDs of GPUs and of their MIG parts
         listed = [each.strip() for each in environ.get(name, "").split(",") if each.strip()]
-        if not listed:
+        if not listed:  # all devices are visible, under their own numbers
             listed = [str(number) for number in range(max(numbers) + 1)]
     elif selects_cores(kind):
         name = _VISIBLE_CORES

@@ -81,13 +81,13 @@ class Job:
             )
 
 
-def check_function(function: Any, face: str = "ranks cannot run") -> None:
+def check_function(function: Any, opening: str = "ranks cannot run") -> None:
     """Raise TypeError if ranks cannot run this object, or cannot send what it returns.
 
-    `face` begins the message.
+    `opening` begins the message.
     """
     if not callable(function):
-        msg = f"{face} {function!r}, which is not callable. Give it a function"
+        msg = f"{opening} {function!r}, which is not callable. Give it a function"
         raise TypeError(msg)
     code = getattr(function, "__code__", None)
     if code is not None and code.co_flags & _SUSPENDS:
@@ -114,6 +114,8 @@ def check_signature(
         msg = f"{getattr(function, '__name__', function)}() {error}"
         takes_class = next(iter(signature.parameters), "") == "cls"
         has_class = not args or isinstance(args[0], type)
+        # The function of a classmethod that Python has not bound. Until 3.12, @classmethod bound
+        # the methods of the decorated function too, such as `submit`
         if takes_class and not has_class:
             msg += (
                 ". Since Python 3.13, write @wrapper(...) above @classmethod to use submit, map, "

@@ -10,7 +10,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Self
@@ -23,10 +23,10 @@ from parawrap.backends import neuron_is_device
 from parawrap.errors import PlatformError
 from parawrap.launch._devices import (
     Device,
+    count_visible,
     is_chosen_by_variable,
     rank_device,
     variables_for,
-    visible,
 )
 from parawrap.launch._world import World, find_world
 from parawrap.launch.inheritance import is_inherited
@@ -51,7 +51,7 @@ class PlatformFields:
     ipc_protocol: Literal["tcp", "file"] | None = None
     master_addr: str | None = None
     master_port: int = 0
-    ipc_groups: Sequence[Sequence[int]] | None = field(default_factory=tuple)
+    ipc_groups: Sequence[Sequence[int]] | None = ()
     backend: str | None = None
     seed: int | Literal["script"] | None = "script"
     timeout_min: float | None = None
@@ -73,10 +73,10 @@ class PlatformFields:
             value = getattr(self, name)
             if not rule.accepts(value):
                 _refuse(name, value, rule.allowed)
-        _check_launcher(self)
-        # A rank sees the devices of its launch, and perhaps only its own: the launching process has
-        # checked the platform. The module that defines it is imported again in the rank, and in
-        # its loader workers: there before multiprocessing sets the variables of the rank
+        _fit_to_launcher(self)
+        # A rank and its loader workers import the module of the platform again, and so make the
+        # platform again. They may see fewer devices than the launching process, which has checked
+        # it. `is_inherited` is not yet true while a spawned worker imports the main script
         is_checked = is_inherited(os.environ) or imports_main()
         if not is_checked:
             _check_visible(self, given)
@@ -88,10 +88,9 @@ class PlatformFields:
         shown = []
         for each in fields(self):
             value = getattr(self, each.name)
-            default = () if each.name == "ipc_groups" else each.default  # made by a factory
             if each.name == "device":  # always, because it decides what the others mean
                 shown.append(f"device={str(value)!r}")
-            elif value != default:
+            elif value != each.default:
                 shown.append(f"{each.name}={value!r}")
         return f"Platform({', '.join(shown)})"
 
@@ -102,7 +101,7 @@ class PlatformFields:
         count: int | None = getattr(self, rank_count_field(kind))
         if count is not None:
             return count
-        return visible(kind) if self.device_ids is None else len(set(self.device_ids))
+        return count_visible(kind) if self.device_ids is None else len(set(self.device_ids))
 
     @property
     def own_device_ids(self) -> tuple[int, ...]:
@@ -270,7 +269,7 @@ def resolve_device(device: str, launcher: str | None, n_gpus: int | None) -> Dev
     if named in _CLUSTERS or (named is Device.AUTO and launcher in _ELSEWHERE):
         return Device.CPU if n_gpus is None else Device.GPU
     if named is Device.AUTO:
-        return next(each for each in (Device.GPU, Device.MPS, Device.CPU) if visible(each))
+        return next(each for each in (Device.GPU, Device.MPS, Device.CPU) if count_visible(each))
     return named
 
 
@@ -295,8 +294,8 @@ def _set_device(platform: PlatformFields) -> None:
     _set(platform, "device", kind)
 
 
-def _check_launcher(platform: PlatformFields) -> None:
-    # The ranks of all nodes are ranks of this machine
+def _fit_to_launcher(platform: PlatformFields) -> None:
+    """Count the ranks of all nodes on this machine if they start here. Refuse what cannot run."""
     if platform.launcher == "local":
         if platform.device == Device.CPU:
             _set(platform, "n_cpus", platform.n_nodes * platform.n_cpus)
@@ -327,11 +326,12 @@ def world_of(platform: PlatformFields) -> World | None:
     world = find_world()
     if world is None or platform.launcher == "env" or world.world_size > 1:
         return world
-    # Of a world of one rank, the user may not know
+    # The user may not know that this process is the only rank of a world
     wants_more = platform.world_size > 1
     if world.has_launcher:
         must_start_here = wants_more and not platform.leaves_counts_open
     else:
+        # Launchers set a port too: without one, the variables are those of a pod or a notebook
         must_start_here = wants_more or world.master_port is None
     return None if must_start_here else world
 
@@ -356,7 +356,7 @@ def _set_tuples(platform: PlatformFields) -> None:
 def _numbers_of(device_ids: Any) -> tuple[int, ...]:
     """Return device numbers, also those of numpy."""
     try:
-        if isinstance(device_ids, str):
+        if isinstance(device_ids, str):  # "" has no character that could raise
             raise TypeError
         return tuple(operator.index(each) for each in device_ids)
     except TypeError:
@@ -421,7 +421,7 @@ def _check_device_ids(platform: PlatformFields) -> None:
         )
     if not _starts_here(platform):
         _refuse_device_ids_elsewhere(platform)
-    there = visible(Device(platform.device))
+    there = count_visible(Device(platform.device))
     numbers = _numbers_of(given)
     if not numbers or not all(0 <= each < there for each in numbers):
         allowed = "0" if there == 1 else f"from 0 to {there - 1}"
@@ -455,8 +455,7 @@ def _check_visible(platform: PlatformFields, given: str) -> None:
 
     `given` is the device as the user named it.
     """
-    # Counting devices does not initialize CUDA: ranks are forked from another process, but the
-    # script may fork too
+    # Counting devices does not initialize CUDA, so the script can still fork afterwards
     kind, n_gpus = Device(platform.device), platform.n_gpus
     if kind is Device.CPU:
         if n_gpus is not None:
@@ -472,7 +471,7 @@ def _check_visible(platform: PlatformFields, given: str) -> None:
                 "node",
             )
         return
-    there = visible(kind)
+    there = count_visible(kind)
     if there == 0:
         _refuse_missing_device(platform, kind, given)
     if (n_gpus or 0) > there:

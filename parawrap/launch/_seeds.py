@@ -21,21 +21,23 @@ def seed_all(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)  # the accelerators too
-    if numpys := _numpys():
-        numpys.seed(seed % _SEEDS)
+    if (numpy_random := _find_numpy_random()) is not None:
+        numpy_random.seed(seed % _SEEDS)
 
 
-def seed(platforms: int | Literal["script"] | None) -> None:
+def seed(seed_of_platform: int | Literal["script"] | None) -> None:
     """Seed with a platform's ``seed``.
 
     ``"script"`` is the seed of this process's torch; ranks have that of the script.
 
     None draws a random seed, because forked ranks inherit the same state.
     """
-    if platforms is None:
+    if seed_of_platform is None:
         seed_all(random.SystemRandom().randrange(_SEEDS))
+    elif seed_of_platform == "script":
+        seed_all(torch.initial_seed())
     else:
-        seed_all(torch.initial_seed() if platforms == "script" else platforms)
+        seed_all(seed_of_platform)
 
 
 @contextmanager
@@ -44,22 +46,25 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
 
     Those of torch are the ones of the CPU and of this device.
     """
+    python_state = random.getstate()
     # numpy's state only if something has imported it: parawrap does not
-    pythons, numpys = random.getstate(), _numpys()
-    state = numpys.get_state() if numpys else None
+    numpy_random = _find_numpy_random()
+    numpy_state = None if numpy_random is None else numpy_random.get_state()
     try:
-        exists = (
+        # The block raises the error of a device that does not exist. `fork_rng` would come first
+        has_own_generator = (
             device.type != "cpu"
             and (device.index or 0) < torch.get_device_module(device).device_count()
         )
-        with torch.random.fork_rng([device] if exists else [], device_type=device.type):
+        devices = [device] if has_own_generator else []
+        with torch.random.fork_rng(devices, device_type=device.type):
             yield
     finally:
-        random.setstate(pythons)
-        if numpys:
-            numpys.set_state(state)
+        random.setstate(python_state)
+        if numpy_random is not None:
+            numpy_random.set_state(numpy_state)
 
 
-def _numpys() -> Any:
+def _find_numpy_random() -> Any:
     """Return numpy's module of random functions, or None if numpy is not imported."""
     return sys.modules["numpy"].random if "numpy" in sys.modules else None

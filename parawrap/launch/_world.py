@@ -122,6 +122,10 @@ def _read_world(table: _LauncherVariables, environ: Mapping[str, str]) -> World:
     per_node: int | None = 1
     if world_size > 1:
         per_node = _ranks_on(known_node or 0, environ.get(table.local_size, ""))
+    node = known_node
+    if node is None:
+        # Ranks fill one node after the other. All are on one if nothing says how many it has
+        node = rank // (per_node or world_size)
     master_addr = environ.get("MASTER_ADDR") or _first_host(environ)
     if not master_addr and per_node == world_size:
         master_addr = "127.0.0.1"
@@ -131,7 +135,7 @@ def _read_world(table: _LauncherVariables, environ: Mapping[str, str]) -> World:
         variable=f"{table.world_size}={world_size}",
         global_rank=rank,
         local_rank=_number(environ, table.local_rank, rank),
-        node=rank // (per_node or world_size) if known_node is None else known_node,
+        node=node,
         world_size=world_size,
         ranks_per_node=per_node or 0,
         restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", restarts_of_job),

@@ -35,7 +35,10 @@ _RANK, _VARIABLES = "parawrap_rank", "parawrap_variables"  # keys of the configu
 
 
 class _ByName:
-    """A callable that another process finds by its name, without importing parawrap and torch."""
+    """A function that pickles as its name, such as "os:environ.update", with no class of parawrap.
+
+    A process that unpickles it does not import parawrap and torch.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -49,7 +52,10 @@ class _ByName:
 
 
 class _Variables:
-    """Variables that a child of multiprocessing sets while it unpickles its configuration."""
+    """Variables that a child of multiprocessing sets while it unpickles its configuration.
+
+    The pickle is a call of the function that sets them. The value of this call is not used.
+    """
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self._function, self._argument = update_in_python(variables)
@@ -78,7 +84,8 @@ def show_variables(variables: Mapping[str, str]) -> None:
 def is_inherited(environ: Mapping[str, str]) -> bool:
     """True if the variables of a world are those of a rank that parawrap has started.
 
-    In a program that a rank starts, they are copies. A launcher in between has set others.
+    In a program that a rank starts, they are copies. A launcher in between has set others, and then
+    the mark does not fit them any more.
     """
     mark = environ.get(_MARK)
     return mark is not None and mark == _place_in(environ)

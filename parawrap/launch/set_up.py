@@ -17,7 +17,13 @@ import torch.distributed as dist
 
 from parawrap.backends.cores import usable_cores
 from parawrap.errors import PlatformError
-from parawrap.launch._devices import Device, make_current, selects_cores, take_core, visible
+from parawrap.launch._devices import (
+    Device,
+    count_visible,
+    make_current,
+    selects_cores,
+    take_core,
+)
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch._rank import Rank, become, current_rank
 from parawrap.launch._seeds import seed
@@ -92,7 +98,8 @@ class RankSetUp:
         """Leave all process groups, and join new ones."""
         assert self.store is not None
         rank = current_rank()
-        # Models of the old groups would take data of collectives that the ranks have not ended
+        # The call before may have left ranks in the middle of a collective of the old groups. Their
+        # messages must not reach a model that still uses these groups
         break_links()
         leave_groups()
         # The prefix keeps these groups apart from earlier ones: the store of torch forgets no key
@@ -142,10 +149,10 @@ def set_up(
     """
     kind = Device(platform.device)
     device = platform.device_of(place.local_rank)
-    if device.index is not None and device.index >= visible(kind):
+    if device.index is not None and device.index >= count_visible(kind):
         msg = (
             f"rank {place.global_rank} needs {device} of node {place.node} "
-            f"({socket.gethostname()}), but torch {torch.__version__} sees {visible(kind)} "
+            f"({socket.gethostname()}), but torch {torch.__version__} sees {count_visible(kind)} "
             "device(s) there: reduce n_gpus, or install a torch for such devices"
         )
         raise PlatformError(msg)

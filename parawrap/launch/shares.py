@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parawrap.backends.cores import usable_cores
-from parawrap.launch._devices import Device, visible
+from parawrap.launch._devices import Device, count_visible
 from parawrap.launch._platform_fields import PlatformFields
 
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
@@ -52,7 +52,8 @@ def share_out(platform: PlatformFields, launches: int) -> list[Share]:
         platforms = [
             replace(platform, device_ids=ids) for ids in _share_devices(platform)[:launches]
         ]
-        # None are left if a variable hides them now: the launches say what is missing
+        # Without a share, because a variable hides the devices by now, one launch is tried. It
+        # raises the error that names what is missing
         platforms = platforms or [platform]
     number = len(platforms)
     count = max(1, usable_cores() // number)  # with fewer cores than launches, they share them
@@ -70,7 +71,7 @@ def _share_devices(platform: PlatformFields) -> list[tuple[int, ...]]:
 
     A device that `device_ids` names twice is in two shares.
     """
-    left = list(range(visible(Device(platform.device))))
+    left = list(range(count_visible(Device(platform.device))))
     if platform.device_ids is not None:
         left = list(platform.device_ids)
     shares = []

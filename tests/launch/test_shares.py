@@ -341,7 +341,7 @@ def test_dry_run_names_neuron_cores():
 
 def test_platforms_keep_device_ids_as_tuple(monkeypatch):
     """Platforms with equal devices are equal, and `replace` returns one with other devices."""
-    monkeypatch.setattr(_devices, "visible", lambda _: 4)
+    monkeypatch.setattr(_devices, "count_visible", lambda _: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     platform = on_gpus(device_ids=[2, 3])
     assert platform == on_gpus(device_ids=(2, 3))
@@ -360,5 +360,5 @@ def test_devices_that_a_variable_hides(monkeypatch):
     with pytest.raises(PlatformError, match="give a list of numbers of visible devices, 0"):
         next(function.map([1, 2], max_parallel=2))
     pairs = on_cores(n_gpus=1)(print)
-    monkeypatch.setattr(shares, "visible", lambda _: 0)
+    monkeypatch.setattr(shares, "count_visible", lambda _: 0)
     assert len(share_out(pairs.platform, 2)) == 1
