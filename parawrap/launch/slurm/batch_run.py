@@ -131,10 +131,10 @@ class BatchRun(Run):
         self._is_cancelled = True
 
     def preempt(self) -> None:
-        starts = commands.job_state(self.number).starts
+        start = commands.job_state(self.number).requeues
         with contextlib.suppress(OSError):  # the launch ends, and removes its folder
             # A task that still starts would die of the signal
-            if self._folder.has("begun", starts):
+            if self._folder.has("begun", start):
                 commands.signal_job(self.number, "USR2")
 
     def stacks(self) -> dict[int, str]:
@@ -238,7 +238,7 @@ class BatchRun(Run):
             if not report:
                 continue
             word, value = pickle.loads(report)
-            if word != "success":  # of submitit; the value is a traceback
+            if word != "success":  # submitit's own word: the value is a traceback
                 self._start.note_hosts(commands.job_state(self.number))
                 raise _error_of_task(self._start.places()[rank], value)
             number, outcome = value
@@ -266,8 +266,9 @@ class BatchRun(Run):
         """
         start = self._start
         start.note_hosts(state)
-        if state.starts > start.number:
-            return self._go_on(state.starts)
+        if state.requeues > start.number:
+            return self._follow_next(state.requeues)
+        # A controller that does not answer must not keep the results of tasks that have ended
         exit_limit = start.ended_at + _TASK_EXIT_S
         is_silent = state.name == "UNKNOWN" and time.monotonic() > exit_limit
         if not (state.is_over or is_silent):
@@ -282,7 +283,8 @@ class BatchRun(Run):
         try:
             ending = self._complete(self._final_outcomes(state))
         except LaunchError as error:
-            # The node that is lost may be unknown. The job may start again all the same
+            # The error of a lost node whose number is unknown, so that it is no outcome of a rank.
+            # The job may start again all the same
             if state.name != "NODE_FAIL" or failures >= self._platform.max_restarts:
                 raise
             refusal = self._requeue("lost a node")
@@ -309,18 +311,22 @@ class BatchRun(Run):
         self._begin(self._start.number + 1)
         return None
 
-    def _go_on(self, starts: int) -> Ending | None:
-        """Follow the next start, unless this one has ended by a loss that the platform forbids.
+    def _follow_next(self, number: int) -> Ending | None:
+        """Follow a later start of the job, which something else than this process has requeued.
+
+        Return the ending of the launch instead, if the requeue was a failure too many: of a node,
+        for example. A user's requeue and a preemption are no failures.
 
         Raises:
             LaunchError: If nothing says why Slurm started the job again.
         """
         start = self._start
         earlier = self._failures_before(start.number)
-        # Slurm counts the start before slurmstepd has written why it ended the last one
+        # Slurm counts the start before slurmstepd has written why it ended the last one. Until that
+        # is in the log, the last one counts as a failure
         until = time.monotonic() + _FILE_DELAY_S
         while True:
-            failures = self._failures_before(starts)
+            failures = self._failures_before(number)
             is_explained = failures <= earlier or start.has_lost_node()
             if is_explained or time.monotonic() > until:
                 break
@@ -329,7 +335,7 @@ class BatchRun(Run):
             if failures > self._platform.max_restarts:
                 return self._complete(self._outcome_of_lost_node())
             self._note("lost a node" if start.has_lost_node() else "was ended by Slurm")
-        self._begin(starts)
+        self._begin(number)
         return None
 
     def _failures_before(self, start: int) -> int:
@@ -373,7 +379,7 @@ class BatchRun(Run):
         outcomes |= self._start.deaths()
         if state.name == "COMPLETED" and self._has_begun:
             for rank in range(size):  # srun does not name tasks that exit with 0
-                outcomes.setdefault(rank, Died(math.inf, 0, 0))
+                outcomes.setdefault(rank, Died(at=math.inf, pid=0, code=0))
         if first_failure(outcomes) is None:
             raise self._error_of_end(state)
         return outcomes
@@ -387,7 +393,7 @@ class BatchRun(Run):
         start, number, name = self._start, self.number, self.job.name
         node = start.lost_node()
         if node is not None:
-            died = Died(0.0, 0, None, lost_with=f"its node, in Slurm job {number}")
+            died = Died(at=0.0, pid=0, code=None, lost_with=f"its node, in Slurm job {number}")
             return {node * self._platform.ranks_per_node: died}
         state = commands.job_state(number)
         if state.name == "NODE_FAIL" or start.says_lost_node():
@@ -398,9 +404,9 @@ class BatchRun(Run):
             )
         else:
             msg = (
-                f"Slurm started job {number}, which ran {name}, again (start {state.starts}), and "
-                "nothing reports a lost node, a preemption, or 'scontrol requeue': see the log of "
-                "slurmctld"
+                f"Slurm started job {number}, which ran {name}, again (start {state.requeues}), "
+                "and nothing reports a lost node, a preemption, or 'scontrol requeue': see the log "
+                "of slurmctld"
             )
         error = LaunchError(
             f"{msg}. max_restarts={self._platform.max_restarts} allows no more starts"

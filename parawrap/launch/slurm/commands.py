@@ -26,18 +26,25 @@ _ENDED = [
 _COMMAND_S = 60.0  # a busy controller answers late; a guess that no test has contradicted
 
 
+class _Answer(NamedTuple):
+    """The exit code and the output of a command, with standard output first."""
+
+    code: int
+    output: str
+
+
 class JobState(NamedTuple):
     """The state of a job.
 
     Attributes:
         name: Slurm's name of the state, such as ``PENDING`` or ``RUNNING``. ``UNKNOWN`` if Slurm
             does not answer. ``FORGOTTEN`` if Slurm no longer has a record of the job.
-        starts: The number of times that the job was requeued.
+        requeues: The number of times that the job was requeued, which is the number of its start.
         fields: All that Slurm says of the job, such as ``Reason`` and ``NodeList``.
     """
 
     name: str
-    starts: int
+    requeues: int
     fields: dict[str, str]
 
     @property
@@ -48,12 +55,14 @@ class JobState(NamedTuple):
 
 def job_state(job: str) -> JobState:
     """Return the state of a job."""
-    output = _run("scontrol", "--oneliner", "show", "job", job)[1]
-    # Without the name and the command, which may contain anything.
-    shown = output[output.find("JobState=") :].partition(" Command=")[0]
-    fields = {name: value for name, value in re.findall(r"(\w+)=(\S*)", shown) if value != "(null)"}
+    output = _run("scontrol", "--oneliner", "show", "job", job).output
+    # Without the name before it and the command behind it, which may contain anything.
+    _, state, after_state = output.partition("JobState=")
+    shown = (state + after_state).partition(" Command=")[0]
+    pairs = re.findall(r"(\w+)=(\S*)", shown)
+    fields = {name: value for name, value in pairs if value != "(null)"}
     if "JobState" not in fields:
-        # Slurm says the latter of an element of an array.
+        # Slurm says the latter of an element of an array. Other outputs are errors of the command.
         is_unknown = "Invalid job id" in output or f"Job {job} not found" in output
         return JobState("FORGOTTEN" if is_unknown else "UNKNOWN", 0, {})
     return JobState(fields["JobState"], int(fields.get("Restarts") or 0), fields)
@@ -61,7 +70,7 @@ def job_state(job: str) -> JobState:
 
 def hosts_of(nodes: str) -> list[str]:
     """Return the hostnames in a list of nodes as Slurm writes it."""
-    return _run("scontrol", "show", "hostnames", nodes)[1].split() if nodes else []
+    return _run("scontrol", "show", "hostnames", nodes).output.split() if nodes else []
 
 
 def is_down(host: str) -> bool:
@@ -97,15 +106,12 @@ def requeue_job(job: str) -> str | None:
     return output.strip() or f"exit code {code}"
 
 
-def _run(*command: str) -> tuple[int, str]:
-    """Return the exit code and the output of a command.
-
-    It may fail, for example while the controller restarts.
-    """
+def _run(*command: str) -> _Answer:
+    """Run a command. It may fail, for example while the controller restarts."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=_COMMAND_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return 1, str(error)
-    return done.returncode, done.stdout + done.stderr
+        return _Answer(1, str(error))
+    return _Answer(done.returncode, done.stdout + done.stderr)

@@ -5,6 +5,9 @@
     scontrol, sinfo    ──► hosts, nodes that are down
 
 A requeued job starts again. `BatchRun` then follows another `JobStart`.
+
+Deaths come from the log, which says when no rank died: `at` is infinite, after all failures that
+ranks have reported themselves. Process ids of other machines mean nothing here: `pid` is 0.
 """
 
 from __future__ import annotations
@@ -80,16 +83,16 @@ class JobStart:
     def deaths(self) -> dict[int, Died]:
         """Return the deaths of the ranks that ended first, and did not report how."""
         # srun ends the tasks that its log lists after that line
-        words, *_ = read_text(self.log, self._log_begin).partition(_ENDS_ALL)
+        log, *_ = read_text(self.log, self._log_begin).partition(_ENDS_ALL)
         deaths: dict[int, Died] = {}
-        for ranks, how in _DEATH.findall(words):
+        for ranks, how in _DEATH.findall(log):
             for rank in _numbers_in(ranks):
                 reported = self.outcomes.get(rank)
                 if reported is None:
                     deaths[rank] = _death(how.strip())
                 elif isinstance(reported, Ended):
                     # The rank reported a SIGTERM, which did not come from Slurm
-                    deaths[rank] = Died(math.inf, 0, -signal.SIGTERM)
+                    deaths[rank] = Died(at=math.inf, pid=0, code=-signal.SIGTERM)
         return deaths
 
     # -- nodes
@@ -116,7 +119,7 @@ class JobStart:
 
     def says_lost_node(self) -> bool:
         """True if srun or slurmstepd says that the job has lost a node."""
-        return _LOST_A_NODE.search(self._words()) is not None
+        return _LOST_A_NODE.search(self._log_of_start()) is not None
 
     def has_lost_node(self) -> bool:
         """True if a node is lost, also if its number is unknown."""
@@ -130,16 +133,16 @@ class JobStart:
         if self._platform.n_nodes == 1 and self.says_lost_node():
             return 0
         named: set[str] = set()
-        for nodes in _LOST_NODES.findall(self._words()):
+        for nodes in _LOST_NODES.findall(self._log_of_start()):
             named.update(map(_short_name, commands.hosts_of(nodes)))
         for node, host in enumerate(self.hosts):
             if _short_name(host) in named or commands.is_down(host):
                 return node
         return None
 
-    def _words(self) -> str:
-        """Return what srun and slurmstepd said of this start."""
-        return self._folder.words_of_starts(self._job).get(self.number, "")
+    def _log_of_start(self) -> str:
+        """Return what srun and slurmstepd wrote of this start."""
+        return self._folder.logs_of_starts(self._job).get(self.number, "")
 
 
 def _short_name(host: str) -> str:
@@ -154,13 +157,13 @@ def _death(how: str) -> Died:
     """
     exited = re.match(r"(?i)exited(?: with exit code (\d+))?", how)
     if exited:
-        return Died(math.inf, 0, int(exited[1] or 0))
+        return Died(at=math.inf, pid=0, code=int(exited[1] or 0))
     for number in signal.valid_signals():
         description = signal.strsignal(number)
         # srun may add "(core dumped)"
         if description and how.startswith(description):
-            return Died(math.inf, 0, -number)
-    return Died(math.inf, 0, None, lost_with=f"its task: {how}")
+            return Died(at=math.inf, pid=0, code=-number)
+    return Died(at=math.inf, pid=0, code=None, lost_with=f"its task: {how}")
 
 
 def _numbers_in(text: str) -> Iterable[int]:

@@ -153,26 +153,29 @@ class Folder:
         that a user or a preemption requeued the job.
         """
         names = os.listdir(self.path)  # noqa: PTH208 (names only)
-        words: dict[int, str] | None = None  # of the log, which is read if it is needed
+        logs: dict[int, str] | None = None  # read only if they are needed
         failures = 0
         for each in range(start):
             if f"failed-{each}" in names:  # it may have been preempted before
                 failures += 1
             elif f"preempted-{each}" not in names:
-                if words is None:
-                    words = self.words_of_starts(job)
-                if not _REQUEUED_BY_OTHERS.search(words.get(each, "")):
+                if logs is None:
+                    logs = self.logs_of_starts(job)
+                if not _REQUEUED_BY_OTHERS.search(logs.get(each, "")):
                     failures += 1
         return failures
 
-    def words_of_starts(self, job: str) -> dict[int, str]:
-        """Return what the log says of each start of the job."""
+    def logs_of_starts(self, job: str) -> dict[int, str]:
+        """Return the part of the log that each start of the job has written, by its number."""
         try:
             log = self.log(job).read_text(errors="replace")
         except FileNotFoundError:
             return {}
-        _, *parts = _START_LINE.split(log)  # a number, and then the text after its line
-        return dict(zip(map(int, parts[::2]), parts[1::2], strict=True))
+        # `split` gives the text before the first start, and then in turn the group of the pattern and
+        # the text behind it
+        _, *parts = _START_LINE.split(log)
+        numbers, texts = parts[::2], parts[1::2]
+        return dict(zip(map(int, numbers), texts, strict=True))
 
     # -- requests for stacks
 

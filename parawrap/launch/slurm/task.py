@@ -70,7 +70,8 @@ _REQUEUED = "requeued"
 def run_rank(path: str, plan: bytes) -> NoReturn:
     """Be this task's rank, and exit.
 
-    `path` is the launch's folder, and the plan a pickled platform and settings.
+    `path` is the launch's folder, and the plan a pickled platform and settings. submitit calls this
+    function in the process that srun has started.
     """
     task = _Task(Folder(Path(path)), *pickle.loads(plan))
     code = task.run()
@@ -155,12 +156,14 @@ class _Task:
         except EndOrdered:
             return Ended(time.time())
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
+            # In place of the time: only the order of failures matters
             return replace(outcome_of(error), at=self._order())
 
     def _value(self) -> bytes:
         """Call the function, and return its pickled value."""
         block = memoryview(bytearray(self._folder.call.read_bytes()))
-        function, args, kwargs = ScriptOfRank().take(range(len(block)), block)
+        whole_block = range(len(block))  # as `BatchRun` has packed it
+        function, args, kwargs = ScriptOfRank().take(whole_block, block)
         value = function(*args, **kwargs)
         finish_function()
         return pack(value, "the result").to_bytes()
@@ -180,7 +183,7 @@ class _Task:
         else:
             address = self._await_address()
         self._store = self._messages(address)
-        if platform.ipc_protocol == "file":
+        if platform.ipc_protocol == "file":  # for process groups: messages use the port
             return replace(address, path=str(self._folder.path / f"store-{self._start}"))
         return address
 
@@ -195,9 +198,9 @@ class _Task:
 
     def _messages(self, address: StoreAddress) -> dist.Store:
         """Open a connection to the store for messages between the ranks."""
-        return dist.PrefixStore(
-            f"parawrap/{self._start}", replace(address, path=None).open(self._place.world_size)
-        )
+        at_port = replace(address, path=None)
+        # The prefix keeps starts of the job apart
+        return dist.PrefixStore(f"parawrap/{self._start}", at_port.open(self._place.world_size))
 
     # -- signals. The process starts with SIGUSR2 blocked, and so do processes that the function
     # starts. SIGUSR1 belongs to the function
@@ -284,6 +287,8 @@ class _Task:
 
         with contextlib.suppress(Exception):  # the function may have replaced the streams
             flush_streams()
+        # In the form of submitit, whose own report of a task that cannot import this package is the
+        # only other content of the file
         with submitit.core.utils.temporary_save_path(self._file) as part:
             part.write_bytes(pickle.dumps(("success", (self._start, outcome))))
 
@@ -312,6 +317,7 @@ class _Task:
             self._folder.mark("preempted", self._start)
             if reason := requeue_job(self._number):
                 text = f"Slurm refused to requeue the job: {reason}\n"
+                # Not `sys.stderr`, which the function may have replaced
                 sys.__stderr__.write(text)  # type: ignore[union-attr]
                 return 1
         time.sleep(_REQUEUE_S)
