@@ -39,7 +39,9 @@ class StacksRequests(Protocol):
 class Agreement:
     """One rank's part in the agreement on when to save, while its function runs.
 
-    A thread looks at the store.
+    A thread looks at the store. After a request to save, each rank writes there how many calls of
+    `should_checkpoint` it has answered with False, and blocks further ones until all have written.
+    The highest number is the first call that returns True, in all ranks.
 
     Args:
         open_store: Opens a connection of the thread's own, since a call that waits blocks its
@@ -66,7 +68,8 @@ class Agreement:
         self._answered_stacks = 0
         self._is_requested = False
         self._function_ended = threading.Event()
-        self._has_answered = threading.Event()  # other ranks do not wait for this one
+        # Set once the store has the answer of this rank: the other ranks do not wait for it
+        self._has_answered = threading.Event()
         self._thread = threading.Thread(
             target=self._serve, name="parawrap-rank-agreement", daemon=True
         )
@@ -100,11 +103,12 @@ class Agreement:
     def _agree(self, store: dist.Store) -> None:
         """Wait for a request to save, and agree on the step."""
         if not self._await_request(store):
-            # A later request must not wait for this rank.
+            # A later request must not wait for this rank. With 0, it does not change the highest
             store.set(self._answers[self._rank], "0")
             return
-        store.set(_REQUESTED, "")
-        store.set(self._answers[self._rank], f"{self.preemption.hold_back()}")
+        store.set(_REQUESTED, "")  # for the other ranks, if the request came to this one
+        answered = self.preemption.hold_back()
+        store.set(self._answers[self._rank], f"{answered}")
         while not store.check(self._answers):
             self._pass_stacks(store)
             if self._function_ended.wait(_SHORT_S):

@@ -70,6 +70,11 @@ class PoolRun(Run):
         """Wait for machines, and start the ranks.
 
         No process is left after the block. Yield None if cancelled before.
+
+        Args:
+            restart: The number of earlier attempts.
+            up_at: When the time limit of the whole launch is over. None counts it for each call.
+            stays: True if the ranks make more than one call.
         """
         platform = self.job.platform
         with self._machines.open(lambda: self._is_cancelled) as hosts:
@@ -135,12 +140,12 @@ class Attempts(PoolRun):
         try:
             while True:
                 ending, is_preempted = self._make_attempt(restart, up_at)
-                goes_on = wants_more(ending, is_preempted=is_preempted)
-                if not goes_on and not may_restart(ending, platform, failures):
+                is_requested = requests_restart(ending, is_preempted=is_preempted)
+                if not is_requested and not may_restart(ending, platform, failures):
                     return replace(ending, history=self._history)
                 if self._is_cancelled:
                     return replace(ending, cancelled=True)
-                if not goes_on:
+                if not is_requested:  # only failures count for `max_restarts`
                     failures += 1
                 summary = summary_of_attempt(ending, is_preempted=is_preempted)
                 self._history.append(f"attempt {restart} {summary}")
@@ -189,7 +194,7 @@ def may_restart(ending: Ending, platform: PlatformFields, failures: int) -> bool
     return has_failed and failures < platform.max_restarts
 
 
-def wants_more(ending: Ending, *, is_preempted: bool) -> bool:
+def requests_restart(ending: Ending, *, is_preempted: bool) -> bool:
     """True if ranks requested a restart, or were ended as they were late after a preemption."""
     if ending.has_given_up:
         return False
@@ -199,6 +204,7 @@ def wants_more(ending: Ending, *, is_preempted: bool) -> bool:
         is_consequence = is_preempted and counts_as_echo(ending.outcomes[failed])
         if not is_consequence:
             return False
+    # Without a preemption, a rank is ended because another one failed
     wanted = (Requeued, Ended) if is_preempted else (Requeued,)
     return any(isinstance(each, wanted) for each in ending.outcomes.values())
 

@@ -48,7 +48,16 @@ def run_inline(job: Job) -> RankResults[Any]:
     # Ignore a signal that arrives between two attempts
     with at_signal(lambda: None):
         while True:
-            rank = Rank(0, 0, 0, 1, device, platform, None, restart, Preemption())
+            rank = Rank(
+                global_rank=0,
+                local_rank=0,
+                node=0,
+                world_size=1,
+                device=device,
+                platform=platform,
+                restart=restart,
+                preemption=Preemption(),
+            )
             try:
                 with (
                     restored_variables(*platform.device_variables),
@@ -70,8 +79,12 @@ def run_inline(job: Job) -> RankResults[Any]:
 
 
 def _preempt(rank: Rank) -> None:
-    assert rank.preemption is not None
-    rank.preemption.decide(rank.preemption.hold_back())
+    """Make `should_checkpoint` return True from its next call on."""
+    preemption = rank.preemption
+    assert preemption is not None
+    # The only rank of its world waits for no other: its own count is the highest
+    answered = preemption.hold_back()
+    preemption.decide(answered)
 
 
 @contextmanager

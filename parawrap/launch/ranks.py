@@ -94,8 +94,9 @@ class Ranks:
             raise
         if isinstance(run.how, BaseException):
             raise run.how
-        if run.last is not None:
-            values_of(LABEL, run.last, self._all, len(self._all))
+        if run.last_ending is not None:
+            # For its error: the ranks have ended before the first call
+            values_of(LABEL, run.last_ending, self._all, len(self._all))
 
     # -- calls
 

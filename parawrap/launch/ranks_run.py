@@ -6,8 +6,12 @@
       │                        ▲
       └── submit ──► queue ──► RanksRun          its thread does, for calls that wait their turn
 
-A call belongs to its caller from `begin` to the end of `drive`, and to the run otherwise. The run
-ends every call on every way out. It refers to no handle, so that ranks whose handle is lost end.
+A call belongs to its caller from `begin` to the end of `drive`, and to the run otherwise. For that
+time, the pool lends the caller the connections on which answers arrive (`lend`, `take_back` in
+`processes/events.py`): a warm call then needs no change of threads.
+
+The run ends every call on every way out. It refers to no handle, so that ranks whose handle is lost
+end.
 """
 
 from __future__ import annotations
@@ -73,7 +77,7 @@ class RanksCall(Run):
         super().__init__(job, output)
         self._ranks_run = ranks_run
         self.leaves_ranks_apart = False
-        # Globals that the ranks have are noted when the call is sent. It may never be
+        # Packing notes nothing: a call that is never sent brings no globals to the ranks
         self.packed = job.pack(ranks_run.script)
         if has_handle:
             self.packed.block.detach()
@@ -119,11 +123,12 @@ class RanksCall(Run):
 class RanksRun(PoolRun):
     """Starts the ranks, supervises them, and makes the calls that wait for their turn.
 
-    The pool's lock guards `_current`, `_driven`, and `last`.
+    The pool's lock guards `_current`, `_driven`, and `last_ending`.
 
     Attributes:
         ready: Set once the ranks can be called, or could not be started.
-        last: The ending of the call or the idle time in which the ranks have ended.
+        last_ending: The ending of the call or the idle time in which the ranks have ended. None
+            while they take calls.
         has_lost_handle: True once nothing refers to the handle any more.
     """
 
@@ -137,9 +142,9 @@ class RanksRun(PoolRun):
         # that pickling runs may call the ranks
         self.packing = threading.RLock()
         self.ready = Latch()
-        self.last: Ending | None = None
+        self.last_ending: Ending | None = None
         self.has_lost_handle = False
-        self._last_name = LABEL
+        self._last_call_name = LABEL
         self._current: RanksCall | None = None  # that the ranks run
         # That call, while its caller reads the answers itself
         self._driven: RanksCall | None = None
@@ -154,6 +159,7 @@ class RanksRun(PoolRun):
 
     def submit(self, request: RanksCall) -> None:
         """Make a call after those before it."""
+        # Ctrl-C waits: the ranks get the call, and later calls need not bring its globals again
         held = HeldSignals(_do_nothing)
         self._queue.append(request)
         self._note_sent(request)
@@ -214,19 +220,21 @@ class RanksRun(PoolRun):
     @property
     def is_over(self) -> bool:
         """True if the ranks have ended, or are about to: they take no call."""
-        return self.last is not None or self.is_done()
+        return self.last_ending is not None or self.is_done()
 
     def error_of_end(self, name: str) -> LaunchError:
         """Return the error of a call after the end of the ranks. It says how they have ended."""
+        ending = self.last_ending
         died: RankDiedError | None = None
-        text = "they were closed" if self.last is None else "they were cancelled"
+        text = "they were closed" if ending is None else "they were cancelled"
+        # Raised and caught here, for its text: `values_of` has the words for each kind of ending
         try:
             if isinstance(self.how, BaseException):
                 raise self.how
-            if self.last is not None and self.last.lost:
-                raise LaunchError(self.last.lost)
-            if self.last is not None and not self.last.cancelled:
-                values_of(self._last_name, self.last, (), len(self.output.transcripts))
+            if ending is not None and ending.lost:
+                raise LaunchError(ending.lost)
+            if ending is not None and not ending.cancelled:
+                values_of(self._last_call_name, ending, (), len(self.output.transcripts))
         except BaseException as error:  # noqa: BLE001 (described)
             message = getattr(error, "message", f"{type(error).__name__}: {error}")
             text = str(message).partition("\n")[0]
@@ -278,7 +286,7 @@ class RanksRun(PoolRun):
 
         After a signal, the thread of the run goes on with the call.
         """
-        pool = self._pool
+        pool = self._pool  # None if the run has ended since `begin`, with its call
         error: BaseException | None = None
         try:
             while pool is not None and self._driven is request and not held.has_arrived:
@@ -307,10 +315,10 @@ class RanksRun(PoolRun):
             pool.post(partial(_raise, error))
         elif ending is not None:
             request.end(ending)
-            is_last = self.is_closed or self.last is not None
-            if not (self._queue or is_last or not ending.is_success):
-                # The thread has nothing to do
-                return
+            is_last = self.is_closed or self.last_ending is not None
+            has_work = bool(self._queue) or is_last or not ending.is_success
+            if not has_work:
+                return  # and let the thread of the run sleep
         self._wake()
 
     def _note_sent(self, request: RanksCall) -> None:
@@ -320,7 +328,7 @@ class RanksRun(PoolRun):
 
     @property
     def _is_idle(self) -> bool:
-        return not (self._current is not None or self._queue or self.is_closed or self.last)
+        return not (self._current is not None or self._queue or self.is_closed or self.last_ending)
 
     def _wake(self) -> None:
         if (pool := self._pool) is not None:
@@ -332,13 +340,13 @@ class RanksRun(PoolRun):
         try:
             with self._open_pool(stays=True) as pool:
                 if pool is None:
-                    self.last = Ending({}, cancelled=True)
+                    self.last_ending = Ending({}, cancelled=True)
                 else:
                     self._has_begun = True
-                    self.last = self._run_ranks(pool)
+                    self.last_ending = self._run_ranks(pool)
         finally:
             self._machines.close()
-        return self.last or Ending({})
+        return self.last_ending or Ending({})
 
     def end(self, how: How) -> None:
         """Report the end of the ranks to all that wait, whatever has ended the thread."""
@@ -368,10 +376,10 @@ class RanksRun(PoolRun):
                 self._driven = None
                 pool.events.wake_caller()
                 pool.events.take_back()
-        if self.is_closed and self.last is None and not pool.is_ending:
+        if self.is_closed and self.last_ending is None and not pool.is_ending:
             return None
         # Without a call that could report it, the ranks were cancelled
-        return self.last or Ending({}, cancelled=True)
+        return self.last_ending or Ending({}, cancelled=True)
 
     def _has_ended(self, pool: Pool) -> bool:
         """Do what is due between two turns. Return True if the ranks have nothing more to do."""
@@ -381,11 +389,11 @@ class RanksRun(PoolRun):
         with pool.events.lock:
             if self._current is not None:
                 return False
-            if self.last is None and pool.idle_deaths:
-                self.last = pool.end_of_idle_ranks()
+            if self.last_ending is None and pool.idle_deaths:
+                self.last_ending = pool.end_of_idle_ranks()
                 pool.end()
             is_closed = self.is_closed and not self._queue
-            return self.last is not None or pool.is_ending or is_closed
+            return self.last_ending is not None or pool.is_ending or is_closed
 
     def _advance(self, pool: Pool) -> bool:
         """End the call that has ended, or begin the next. Return False if nothing is due."""
@@ -398,11 +406,12 @@ class RanksRun(PoolRun):
                     return False
                 ending = self._finish(pool, request)
             else:
-                if not self._queue or self.last is not None or pool.is_ending:
+                if not self._queue or self.last_ending is not None or pool.is_ending:
                     return False
                 request = self._current = self._queue.popleft()
                 pool.events.take_back()
-                # Cancelled before its turn: the ranks get its globals
+                # Cancelled before its turn: it is sent for its globals alone, which later calls
+                # rely on, and no rank runs its function
                 if request.is_done():
                     request.call.ranks = ()
                 try:
@@ -419,7 +428,7 @@ class RanksRun(PoolRun):
     def _forget(self, request: RanksCall) -> None:
         """Forget what a call should have brought to all ranks. Refuse the calls that rely on it."""
         self.script.forget(request.packed)
-        if not request.packed.is_news:
+        if not request.packed.is_news:  # no later call relies on it
             return
         for later in list(self._queue):
             self.script.forget(later.packed)
@@ -433,17 +442,19 @@ class RanksRun(PoolRun):
     def _finish(self, pool: Pool, request: RanksCall) -> Ending:
         """Note the end of a call."""
         ending = pool.finish(request.call)
+        call = request.call
         if ending.is_success:
             self._right_to_warn = threading.Lock()
         # Without process groups, no call keeps the states of the ranks equal
         elif ending.is_uneven and not pool.is_ending and self.job.platform.requires_ipc:
-            have_begun = set(request.call.ranks) - request.call.unloaded
-            request.leaves_ranks_apart = len(request.call.ranks) > 1 and bool(have_begun)
-        # If the ranks end, all calls fail with them
-        if request.call.unloaded and not pool.is_ending:
+            have_begun = set(call.ranks) - call.unloaded
+            request.leaves_ranks_apart = len(call.ranks) > 1 and bool(have_begun)
+        # Ranks that could not unpickle the call lack its globals. If the ranks end, all calls fail
+        # with them
+        if call.unloaded and not pool.is_ending:
             self._forget(request)
         if pool.is_ending:
-            self.last, self._last_name = ending, request.call.name
+            self.last_ending, self._last_call_name = ending, request.call.name
             pool.cancel()
         self._current = None
         return ending

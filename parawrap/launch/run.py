@@ -131,7 +131,7 @@ class Run:
         self._has_begun = False
         self._pid = os.getpid()
         self._ended = Latch()
-        self._noting = threading.Lock()
+        self._noting = threading.Lock()  # of `how`: the first note holds
         self._thread: threading.Thread | None = None
 
     # -- what subclasses give
@@ -188,14 +188,13 @@ class Run:
                 msg = f"{self.job.name} was launched while the interpreter exits, which ends ranks"
                 raise LaunchError(msg)
             _running.add(self)
-            self._thread.start()
-        except RuntimeError as error:
-            # Python says "can't start new thread" at a limit of the system
-            _running.discard(self)
-            if isinstance(error, LaunchError):
-                raise
-            msg = f"the thread that runs {self.job.name} cannot be started: {error}"
-            raise LaunchError(msg) from error
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                # Python says "can't start new thread" at a limit of the system
+                _running.discard(self)
+                msg = f"the thread that runs {self.job.name} cannot be started: {error}"
+                raise LaunchError(msg) from error
         finally:
             held.end()
 
