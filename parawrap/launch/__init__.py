@@ -2,6 +2,19 @@
 
 This package starts processes, connects them, and ends them. It does not depend on modules or lanes.
 
+word       | meaning
+---------- | --------------------------------------------------------------------------------------
+rank       | one of the processes that run the function, and its number
+world      | all ranks of a launch. Their number is the world size
+launcher   | what starts the ranks: this process, Ray, Slurm, or torchrun and other programs
+store      | a dict of torch.distributed that all ranks reach, at a port or in a file. Ranks meet
+           | there to make process groups
+attempt    | a restart ends all ranks, and starts new ones: they are the next attempt
+preemption | the machines are about to be taken away: `should_checkpoint` returns True, the
+           | function saves and calls `requeue`, and the launch starts its ranks again
+echo       | an error in a rank that only follows from the end of another one, such as a broken
+           | connection. The rank with the cause is reported (`processes/outcomes.py`)
+
 How a launch runs: open the machines, start the ranks, make one call, close. Ranks that stay make
 any number of calls (`processes/__init__.py` shows one)::
 

@@ -56,7 +56,13 @@ from parawrap.processes.process_groups import (
 _SHORT_S = 0.01
 # torchrun looks at its processes every 0.1 s, but may be late on a busy machine
 _LAUNCHER_NOTICE_S = 2.0
-_NOT_OURS = {"max_restarts": 0, "timeout_min": None, "hang_timeout_s": None, "console_logs": None}
+# Fields of a platform that have no effect here, and their defaults
+_WITHOUT_EFFECT = {
+    "max_restarts": 0,
+    "timeout_min": None,
+    "hang_timeout_s": None,
+    "console_logs": None,
+}
 _log = logging.getLogger("parawrap.launch")
 
 
@@ -113,8 +119,8 @@ def fit_job(job: Job, world: World) -> Job:
             "platform, or set launcher='local' to start the ranks on this machine"
         )
         raise PlatformError(msg)
-    for name, nothing in _NOT_OURS.items():
-        if getattr(platform, name) != nothing:
+    for name, default in _WITHOUT_EFFECT.items():
+        if getattr(platform, name) != default:
             _log.warning(
                 "%s=%r has no effect here: %s controls the ranks",
                 name,
@@ -149,6 +155,8 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
         _check_calls(calls)
         store = meeting.store() if has_own_groups else None
         value = _call(job, world, meeting, calls[0].seed, store)
+        # Ranks whose function still waits for this one in a collective of its groups then raise,
+        # instead of keeping all ranks here for ever
         values = meeting.gather(value, leave_groups if has_own_groups else None)
         if None in values:  # a rank requests a restart, and all ranks make it
             return None
@@ -232,7 +240,7 @@ def _group_of(job: Job, rank: Rank, store: dist.Store | None) -> Iterator[dist.P
 
     It is in new process groups, which meet at the store, or next to those of the user.
     """
-    # False, because `_run` has chosen the interface already
+    # False, also on one machine: `_run` has chosen the interface for gloo already
     groups = groups_of(job.platform, is_on_one_machine=False)
     if store is not None:
         yield groups.join(store, rank.global_rank, rank.world_size, rank.device)

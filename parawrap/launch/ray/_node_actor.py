@@ -26,10 +26,10 @@ CONNECTIONS = 5
 _CONNECT_S = 30.0  # the launching process answers at once, unless the network is down
 _PROGRAM = """
 import gc, os, socket, sys
-# Ray kills the children of an actor with it, and the server ends the ranks' leftovers first
+# Ray kills the children of an actor that ends. A grandchild stays: the server must end the ranks
 if os.fork():
     os._exit(0)
-gc.disable()
+gc.disable()  # until the server freezes what it has imported, so that forks share the memory
 sys.path[:] = {path!r}
 try:
     from parawrap.processes.fork_server import serve
@@ -49,13 +49,15 @@ class NodeActor:
     """
 
     def __init__(self, threads: int) -> None:
-        self._requests, its = socket.socketpair()
-        # Path resolves "" to "."
+        # Our end, and the one of the server. The server reads requests to fork from its standard
+        # input, and ends when our end is closed
+        self._requests, of_server = socket.socketpair()
+        # "" in the path is the working folder, which differs in the server. `Path("")` is "."
         path = [os.path.abspath(each) for each in sys.path]  # noqa: PTH100
-        with its:
+        with of_server:
             server = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM.format(path=path)],
-                stdin=its.fileno(),
+                stdin=of_server.fileno(),
                 stdout=subprocess.PIPE,
                 # Ray sets the variable to the CPUs of the whole actor
                 env={**os.environ, "OMP_NUM_THREADS": str(threads)},
@@ -88,6 +90,7 @@ class NodeActor:
                 each.settimeout(None)
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 each.sendall(token + rank.to_bytes(4, "little") + bytes([kind]))
+            # A request of the server: fork a rank with these connections. It gets duplicates
             socket.send_fds(self._requests, [b"f"], [each.fileno() for each in connections])
             for each in connections:
                 each.close()

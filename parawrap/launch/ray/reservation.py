@@ -18,7 +18,9 @@ from parawrap.launch.ray import _node_actor
 _POLL_S = 0.2  # short against the start of an actor, which takes seconds
 _ANSWER_S = 5.0  # a head node in the same network answers in milliseconds
 _GB = 1 << 30  # bytes
-_ACTOR_THREADS = 4  # one waits for the end of the actor
+# Methods of an actor that may run at the same time. `stay` runs as long as the actor; `kill` and
+# `close` must not wait for it, or for a `start` on a slow network
+_ACTOR_THREADS = 4
 _JOINING = threading.Lock()  # ray.init raises if another thread has called it
 
 
