@@ -3,6 +3,18 @@
 Each one checks its arguments and delegates to the engine or to a launcher. This package knows what
 users write; how calls and launches run is in `engine`, `workers`, `neuroncores`, and `launch`.
 
+word    | meaning
+------- | -----------------------------------------------------------------------------------------
+block   | a `Parallel` between `__enter__` and `__exit__`, and all that it opens
+lane    | a thread that works on one device. In a lane, `here.lane` is it, and otherwise None
+shard   | the rows of a call that one lane gets
+session | the lanes of a block, the replicas of its model, and its counters (`engine/session.py`)
+entry   | what to call: the target itself, or one method of it (`Entry` in `engine/call.py`)
+cutter  | cuts the arguments of one method. The key None in a dict of cutters is the target itself
+row     | an entry of a tensor on the batch dim. Whether an output has rows must be declared, or
+        | shown by shards of different sizes (`needs_proof`)
+part    | one of the values that `tp_collate` makes for the devices, as `TupleParallel` takes them
+
 `tests/api/test_cures.py` and `tests/api/parallel/test_cures_of_calls.py` try the cures that the
 errors of blocks and wrappers name.
 

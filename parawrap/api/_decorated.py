@@ -42,6 +42,7 @@ class Decorated:
         self._defined = defined  # for a bound method, the decorated function in its class
 
     def __init_subclass__(cls) -> None:
+        # `__reduce_ex__` cannot tell which of pickle and cloudpickle calls it
         table: Any = cloudpickle.CloudPickler.dispatch_table
         table[cls] = _reduce_for_cloudpickle
 
@@ -77,7 +78,7 @@ def _reduce_for_cloudpickle(decorated: Decorated) -> _Reduction:
     goes_by_value = module == "__main__" or is_among(module, registered)
     if decorated._defined is None and goes_by_value:
         return _reduce_by_value(decorated)
-    return decorated.__reduce_ex__(4)
+    return decorated.__reduce_ex__(4)  # any protocol: it is not used
 
 
 def is_global(decorated: Any) -> bool:

@@ -109,17 +109,20 @@ class _DefaultCollate:
     """
 
     def __init__(self, ndevices: int) -> None:
-        from torch.utils.data._utils import collate as torchs  # `import parawrap` needs none
+        from torch.utils.data._utils import collate  # `import parawrap` needs none
 
         self._ndevices = ndevices
-        self._whole: Callable[[Sequence[Any]], Any] = torchs.default_collate
-        self._registered = torchs.default_collate_fn_map
-        registered = self._registered.values()
-        self._torchs_own = tuple(each for each in registered if each.__module__ == torchs.__name__)
+        self._whole: Callable[[Sequence[Any]], Any] = collate.default_collate
+        self._registered = collate.default_collate_fn_map
+        self._of_torch = tuple(
+            function
+            for function in self._registered.values()
+            if function.__module__ == collate.__name__
+        )
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         # At each call: the user may register a function later
-        if tuple(self._registered.values()) == self._torchs_own:
+        if tuple(self._registered.values()) == self._of_torch:
             try:
                 batch = self._whole(samples)
             except RuntimeError:
@@ -176,13 +179,13 @@ class _TupleCollate(Decorated):
         return _collate_in_parts(self._setting, self.__wrapped__, samples, *args, **kwargs)
 
 
-def _check_ndevices(ndevices: object, face: str) -> None:
+def _check_ndevices(ndevices: object, caller: str) -> None:
     if not isinstance(ndevices, int) or isinstance(ndevices, bool) or ndevices < 1:
         # Shortened: collate_fn=default_collate, without (2), passes a whole batch
         value = reprlib.repr(ndevices)
         msg = (
-            f"ndevices={value} is not a number of devices. Give {face} an int of at least 1, such "
-            f"as {face}(2)"
+            f"ndevices={value} is not a number of devices. Give {caller} an int of at least 1, "
+            f"such as {caller}(2)"
         )
         raise ShardError(msg)
 

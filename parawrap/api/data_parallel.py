@@ -139,7 +139,7 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         # Held while a session replaces another one, so that threads that call at the same time make
         # one. Reentrant, because `close` takes it too
         self._changing = threading.RLock()
-        self._lanes = _lanes(device_ids)
+        self._lanes = _resolve_lanes(device_ids)
         self.device_ids = [_as_id(device) for device in self._lanes]
         if not self._lanes:
             return
@@ -194,6 +194,7 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
                 args, module_kwargs = ((),), ({},)
             if len(self.device_ids) == 1:
                 return self.module(*args[0], **module_kwargs[0])
+            # Only shards of this class's own `scatter` have the rows of `plan` below
             knows_rows = has_rows and self._inherits("scatter") and self._inherits("gather")
             if not knows_rows:
                 return self.gather(self._run_shards(args, module_kwargs), self.output_device)
@@ -337,14 +338,17 @@ def data_parallel(
 
 def _have_rows(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     # Most inputs are tensors: nothing is flattened for them
-    return any(map(_has_rows, inputs)) or any(map(_has_rows, flatten((inputs, kwargs))[0]))
+    if any(map(_is_tensor_with_rows, inputs)):
+        return True
+    leaves, _ = flatten((inputs, kwargs))
+    return any(map(_is_tensor_with_rows, leaves))
 
 
-def _has_rows(value: Any) -> bool:
+def _is_tensor_with_rows(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
-def _lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
+def _resolve_lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
     """Return the device of each lane.
 
     As in torch, calls run the module directly if this machine has no accelerator.

@@ -117,9 +117,12 @@ def _read_own_ticks(proc: Path) -> dict[int, int]:
             continue
         # The name in parentheses may itself contain spaces and parentheses
         _state, parent, *fields = text.rpartition(")")[2].split()
-        children.setdefault(int(parent), []).append(int(folder.name))
-        # User and system time: of the process, and of its children that have ended
-        ticks[int(folder.name)] = sum(map(int, fields[9:13]))
+        process = int(folder.name)
+        children.setdefault(int(parent), []).append(process)
+        # Fields 14 to 17 of proc(5): user and system time, of the process and of its children that
+        # have ended. `fields` begins with the fifth
+        times = fields[9:13]
+        ticks[process] = sum(map(int, times))
     own = {}
     pending = [os.getpid()]
     while pending:

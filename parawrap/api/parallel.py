@@ -202,8 +202,8 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         else:
             plan = _plan_on_devices(target, devices, workers, retries, sizes)
         self._devices = plan.devices
-        # A call with a large shard gets a hint to declare out_dims=dim. It fits if the block has
-        # no output with rows elsewhere
+        # Calls whose largest shard is much larger than a balanced one get a hint to declare
+        # out_dims=dim. The hint would be wrong for a block with rows of outputs on another dim
         has_rows_on_dim = all(
             each is UNDECLARED or each == dim for each in entries_of(rules.out_dims)
         )
@@ -404,10 +404,10 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         return name
 
     def _call_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._open_session()
+        self._open_session()  # refuses a closed block, which `_enter` would open again
         self._enter()
         try:
-            if name == "forward":
+            if name == "forward":  # the call of the module itself runs its hooks
                 return self.target(*args, **kwargs)
             return _call_named(self.target, name, *args, **kwargs)
         finally:

@@ -70,6 +70,7 @@ class ParallelWrapper(WrappedAttributes):
         if given is None and args and isinstance(args[0], (int, str, torch.device)):
             given, *others = args
             args = tuple(others)
+        # The rest, such as a dtype, is for the model. The device is for `_place`
         if given is not None and given != "auto":
             resolve_device(given)  # raises before anything changes
         if args or kwargs:
@@ -91,15 +92,17 @@ class ParallelWrapper(WrappedAttributes):
         devices = backend_of(resolved.type).every_device() if spreads else ()
         others = [device for device in devices if device != resolved]
         self.model = DataParallel(model, [resolved, *others]) if others else model
-        is_torch_name = not isinstance(device, str) or device.partition(":")[0] == resolved.type
-        self.device = device if is_torch_name else str(resolved)
+        # Other code passes `device` to torch, which does not know "auto" and "gpu"
+        kind = device.partition(":")[0] if isinstance(device, str) else resolved.type
+        self.device = device if kind == resolved.type else str(resolved)
 
     def _inner(self) -> Any:
         model = submodule(self, "model")
         return model.module if isinstance(model, DataParallel) else model
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or self._inner() is None or name in self.__dict__:
+        has_no_model_yet = self._inner() is None
+        if name in _OWN or has_no_model_yet or name in self.__dict__:
             super().__setattr__(name, value)
         else:
             setattr(self._inner(), name, value)

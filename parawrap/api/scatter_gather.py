@@ -50,7 +50,8 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> Any
         >>> [part["x"].tolist() for part in scatter({"x": torch.arange(5)}, ["cpu", "cpu"])]
         [[0, 1, 2], [3, 4]]
     """
-    parts = [part for (part,) in scatter_kwargs((inputs,), None, target_gpus, dim)[0]]
+    args_of_parts, _ = scatter_kwargs((inputs,), None, target_gpus, dim)
+    parts = [part for (part,) in args_of_parts]
     return tuple(parts) if isinstance(inputs, torch.Tensor) else parts
 
 
@@ -216,11 +217,13 @@ def gather_shards(
         msg = "gather got no outputs. Give one output per device"
         raise GatherError(msg)
 
+    # A block looks up which outputs are arguments of the call, and joins those differently. Here
+    # no arguments are known: each output is a part, also if several outputs are one object
     def find_no_original(_part: object) -> None:
-        """Return no argument of the call: one object in several outputs is then several parts."""
+        """Return no argument of the call."""
 
-    finders = [find_no_original] * len(outputs)
-    return join(outputs, rows, torch_rules(dim), device, lambda: finders)
+    finder_of_each = [find_no_original] * len(outputs)
+    return join(outputs, rows, torch_rules(dim), device, lambda: finder_of_each)
 
 
 def _warn_of_vector(values: torch.Tensor) -> torch.Tensor:

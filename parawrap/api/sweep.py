@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from parawrap._public import public
 from parawrap.backends import user_frames
+from parawrap.displays import spell_count
 from parawrap.errors import LaunchError, add_note
 from parawrap.launch import (
     Job,
@@ -38,7 +39,7 @@ R = TypeVar("R", covariant=True)
 _log = logging.getLogger("parawrap.launch")
 
 
-def run(job: Job) -> RankResults[Any]:
+def run_job(job: Job) -> RankResults[Any]:
     """Launch a job, and wait for its results."""
     try:
         return launch(job).results()
@@ -140,8 +141,8 @@ def _launch_each(
         waits = deque(launched.results for launched in array)
         cancel = partial(cancel_launches, array)
     elif _is_sequential(platform, max_parallel):
-        waits = deque(partial(run, job) for job in jobs)
-        cancel = _cancel_nothing  # `run` itself cancels its launch
+        waits = deque(partial(run_job, job) for job in jobs)
+        cancel = _cancel_nothing  # `run_job` itself cancels its launch
     else:
         wanted = min(max_parallel or len(jobs), len(jobs))
         shares = _shares_of(jobs, max_parallel)
@@ -154,7 +155,7 @@ def _launch_each(
         while waits:
             yield _outcome(waits.popleft())
     except KeyboardInterrupt:
-        if queue is not None:  # `run` reports itself, and an array is on other machines
+        if queue is not None:  # `run_job` reports itself, and an array is on other machines
             queue.report()
         raise
     finally:
@@ -193,7 +194,7 @@ def _explain_limit(platform: PlatformFields, wanted: int, shares: list[Share]) -
     if platform.n_gpus is None:
         return f"{text}Give n_gpus: without it, a launch uses all devices"
     numbers = {number for share in shares for number in share.platform.own_device_ids}
-    repeated = sorted([*numbers, *numbers])
+    repeated = sorted([*numbers, *numbers])  # each twice
     return f"{text}To run two launches on a device, repeat its number: device_ids={repeated}"
 
 
@@ -202,7 +203,7 @@ def _describe(share: Share) -> str:
     platform, cores = share
     if cores.pinned:
         return f"CPU cores {', '.join(map(str, cores.pinned))}"
-    threads = f"{cores.count} CPU thread{'s' * (cores.count > 1)}"
+    threads = spell_count(cores.count, "CPU thread")
     if platform.device_ids is None:
         return f"{threads}, on any core"
     devices = [describe_device(platform, rank) for rank in range(platform.ranks_per_node)]

@@ -119,7 +119,7 @@ class TupleParallel(DataParallel[T]):
         most = len(self._lanes) or None  # without lanes, any number of parts runs in turn
         parts = _split_arguments(inputs, kwargs or {}, most)
         if not inputs and not kwargs:
-            parts *= self.ndevices
+            parts *= self.ndevices  # of the one part without arguments
         if self.transfer_input and self._lanes:
             parts = _on_lanes(parts, self._lanes)
         return tuple(args for args, _ in parts), tuple(named for _, named in parts)
@@ -391,11 +391,11 @@ def _possible_rows(args: Sequence[Any], kwargs: Sequence[Any]) -> list[set[int]]
         values = (*part, *named.values())
         sizes = {tensor.shape[0] for tensor in tensors_beside_lists(values) if tensor.ndim}
         lengths: set[int] = set()
-        if not sizes:
+        if not sizes:  # nothing but lists
             sizes = {tensor.shape[0] for tensor in tensors_in(values) if tensor.ndim}
             lengths = {len(value) for value in values if type(value) is list}
         possible = sizes | lengths
-        if len(sizes) > 1 or not possible:
+        if len(sizes) > 1 or not possible:  # the tensors disagree, or nothing has rows
             return None
         found.append(possible)
     return found

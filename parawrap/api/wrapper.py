@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 from parawrap._private_names import goes_by_name, imports_main
 from parawrap._public import public
 from parawrap.api._decorated import Decorated, is_global, look_up
-from parawrap.api.sweep import Sweep, run
+from parawrap.api.sweep import Sweep, run_job
 from parawrap.displays import spell_count
 from parawrap.errors import LaunchError, PlatformError, add_note
 from parawrap.launch import (
@@ -60,7 +60,7 @@ class Launchable(Decorated, Generic[P, R]):
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
         """Run the function once per rank, wait, and return the value of each rank."""
-        return _run(self._job(args, kwargs))
+        return _check_and_run(self._job(args, kwargs))
 
     def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Launch[R]:
         """Start the ranks and return a handle without waiting."""
@@ -306,7 +306,7 @@ class Wrapper:
         job = Job(self.platform, _as_function(task, has_args=args is not None), tuple(args or ()))
         _refuse_in_a_rank(job, f"{job.name}(...)")
         check_signature(task, (0, 0, None, args), {})
-        return _run(job)
+        return _check_and_run(job)
 
 
 def _as_function(task: Callable[..., T], *, has_args: bool) -> Callable[..., T]:
@@ -323,9 +323,9 @@ def _as_function(task: Callable[..., T], *, has_args: bool) -> Callable[..., T]:
     return run
 
 
-def _run(job: Job) -> RankResults[Any]:
+def _check_and_run(job: Job) -> RankResults[Any]:
     _check(job)
-    return run(job)
+    return run_job(job)
 
 
 def _check(job: Job) -> None:
@@ -367,7 +367,8 @@ def _check_port(platform: Platform, max_parallel: int | None) -> None:
         raise PlatformError(msg)
 
 
-def _check_platform(platform: object, face: str) -> None:
+def _check_platform(platform: object, caller: str) -> None:
     if not isinstance(platform, Platform):
-        msg = f"{face} got {platform!r} instead of a platform. Write {face}(Platform(device=...))"
+        cure = f"Write {caller}(Platform(device=...))"
+        msg = f"{caller} got {platform!r} instead of a platform. {cure}"
         raise PlatformError(msg)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parawrap.api.data_parallel import _lanes as data_parallel_lanes
+from parawrap.api.data_parallel import _resolve_lanes as data_parallel_lanes
 from parawrap.backends import Backend, backend_of, resolve_device, resolve_devices
 from parawrap.backends import _backend_registry as registry
 from parawrap.errors import DeviceListError, DeviceUnavailableError, ParawrapError

@@ -171,8 +171,8 @@ class Folder:
             log = self.log(job).read_text(errors="replace")
         except FileNotFoundError:
             return {}
-        # `split` gives the text before the first start, and then in turn the group of the pattern and
-        # the text behind it
+        # `split` gives the text before the first start, and then in turn a number, the group of the
+        # pattern, and the text behind it
         _, *parts = _START_LINE.split(log)
         numbers, texts = parts[::2], parts[1::2]
         return dict(zip(map(int, numbers), texts, strict=True))
