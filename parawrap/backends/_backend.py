@@ -119,6 +119,7 @@ class Backend:
     def activate(self, device: torch.device, stream: Stream | None) -> Iterator[None]:
         """Make a device and a stream the current ones of the thread inside the block."""
         nothing = contextlib.nullcontext()
+        # In this order: the context of a stream reads the current device when it is made
         with (
             self._call("device", device) or nothing,
             nothing if stream is None else self.module.stream(stream),

@@ -86,7 +86,7 @@ def read_core_numbers(environ: Mapping[str, str] | None = None) -> list[int] | N
             "or 0 for all"
         )
         raise DeviceListError(msg)
-    return list(range(int(number))) or None
+    return list(range(int(number))) or None  # 0 stands for all cores
 
 
 def count_listed_cores() -> int:

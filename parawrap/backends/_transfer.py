@@ -74,7 +74,9 @@ def _record(tensor: torch.Tensor) -> None:
     elif tensor.is_nested:
         record_use(tensor.unbind())
     elif tensor.layout is torch.sparse_coo:
-        record_use((indices_of(tensor)(), values_of(tensor)()))
+        # The private methods of a tensor: the public ones refuse one that is not coalesced
+        read_indices, read_values = indices_of(tensor), values_of(tensor)
+        record_use((read_indices(), read_values()))
     elif tensor.layout is torch.strided:
         stream = backend_of(tensor.device.type).stream(tensor.device)
         if stream is not None:
@@ -87,9 +89,12 @@ def _stage(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, bo
     It may if the source stays unchanged, or has been read when the call returns. A large tensor on
     the CPU is copied to pinned memory first.
     """
-    # The host reads a copy to the CPU at once. A stream orders reads and writes of its devices
-    if device.type == "cpu" or tensor.device.type != "cpu":
-        return tensor, device.type != "cpu"
+    # The host reads a copy to the CPU at once
+    if device.type == "cpu":
+        return tensor, False
+    # Between two accelerators: the stream orders the copy and later writes of the source
+    if tensor.device.type != "cpu":
+        return tensor, True
     backend = backend_of(device.type)
     has_graph = tensor.requires_grad and torch.is_grad_enabled()  # autograd does not record pinning
     is_large = tensor.layout is torch.strided and tensor.nbytes > _STAGED_FROM

@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from parawrap import __version__
+from parawrap.displays import spell_count
 
 EXAMPLES = """exit code 1 means that something that should work does not.
 
@@ -47,8 +48,9 @@ def run(given: argparse.Namespace) -> int:
     counts: Counter[str] = Counter()
     for name, check in _CHECKS.items():
         try:
-            detail, below = check()
-            state = "warning" if below else "ok"
+            detail, cure = check()
+            state = "warning" if cure else "ok"
+            below = cure
         except Exception as error:  # noqa: BLE001 (drivers of the machine may fail in any way)
             state, detail = "problem", f"{type(error).__name__}: {error}"
             below = traceback.format_exc()
@@ -56,9 +58,8 @@ def run(given: argparse.Namespace) -> int:
         print(f"{state:>7}  {name:<19}  {detail}", flush=True)
         if below:
             print(textwrap.indent(below, " " * 30))
-    problems, warnings = (
-        f"{counts[state]} {state}{'s' * (counts[state] != 1)}" for state in ("problem", "warning")
-    )
+    problems = spell_count(counts["problem"], "problem")
+    warnings = spell_count(counts["warning"], "warning")
     print(f"\n{problems}, {warnings}, {counts['ok']} ok", flush=True)
     if given.all:
         # It takes seconds. The lines above are shown before it

@@ -125,9 +125,9 @@ def _find_function(target: str) -> Any:
     try:
         function: Any = importlib.import_module(place)
     except ModuleNotFoundError as error:
-        # It names `place` or a package around it. Other modules are missing inside `place`
-        is_place = error.name is not None and f"{place}.".startswith(f"{error.name}.")
-        if not is_place:
+        # The error may also name a module that `place` imports: the user sees its traceback
+        is_place_or_parent = error.name is not None and f"{place}.".startswith(f"{error.name}.")
+        if not is_place_or_parent:
             raise
         msg = f"module {place!r} was not found in {Path.cwd()} or on sys.path"
         raise argparse.ArgumentError(None, msg) from error
@@ -177,7 +177,7 @@ def _read_arguments(
         raise argparse.ArgumentError(None, msg) from error
     if command is undecorated:
         return bound.args, bound.kwargs
-    command(*bound.args, **bound.kwargs)
+    command(*bound.args, **bound.kwargs)  # cyclopts' own command for --help
     return None
 
 
@@ -205,9 +205,9 @@ def _decorate(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
         function = function.__wrapped__
 
     # Decided without making a platform: it might be refused for a number that --n replaces
-    device, launcher, n_gpus = (
-        changes.get(name, getattr(old, name)) for name in ("device", "launcher", "n_gpus")
-    )
+    device = changes.get("device", old.device)
+    launcher = changes.get("launcher", old.launcher)
+    n_gpus = changes.get("n_gpus", old.n_gpus)
     count_field = rank_count_field(resolve_device(device, launcher, n_gpus))
     if isinstance(old, Platform) and rank_count_field(Device(old.device)) != count_field:
         # The counts of the decorator mean other things now: n_cpus is the ranks on CPUs, but the

@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from parawrap.displays._table import spell_count
+
 _SUFFIXES = ".html", ".json"
 _TEMPLATE = Path(__file__).with_name("timeline.html")
 _PLACE_OF_DATA = "/* data */"
@@ -95,17 +97,19 @@ class Timeline(NamedTuple):
             return f"{self.title}: no spans"
         counts = Counter(span.track for span in self.spans)
         width = max(map(len, self.tracks))
-        lines = [f"{self.title}: {_spans(len(self.spans))} in {_time(self.duration)}"]
+        count = spell_count(len(self.spans), "span")
+        lines = [f"{self.title}: {count} in {_spell_time(self.duration)}"]
         for track, (label, gaps) in enumerate(zip(self.tracks, self.gaps(), strict=True)):
-            line = f"  {label:<{width}}  {_spans(counts[track]):>12}"
+            line = f"  {label:<{width}}  {spell_count(counts[track], 'span'):>12}"
             if track not in self.without_idle:
                 idle = sum(gap.end - gap.start for gap in gaps)
                 # Spans of 0 ns make a timeline of 0 ns
                 share = 100 * idle / self.duration if self.duration else 0
-                line += f"  idle {_time(idle):>9} ({share:.0f}%)"
+                line += f"  idle {_spell_time(idle):>9} ({share:.0f}%)"
             lines.append(line)
         span = self.spans[self.slowest]
-        lines.append(f"  slowest: {span.name}, {self.tracks[span.track]}, {_time(span.duration)}")
+        duration = _spell_time(span.duration)
+        lines.append(f"  slowest: {span.name}, {self.tracks[span.track]}, {duration}")
         return "\n".join(lines)
 
 
@@ -158,7 +162,7 @@ def write_timeline(path: str | os.PathLike[str], timeline: Timeline) -> None:
     Replaces an existing file.
     """
     path = Path(path)
-    text = _page(timeline) if path.suffix == ".html" else json.dumps(_trace(timeline))
+    text = _make_page(timeline) if path.suffix == ".html" else json.dumps(_make_trace(timeline))
     # A file next to it, renamed at the end: a reader never finds half a page
     unfinished = _temporary_path(path)
     try:
@@ -205,7 +209,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
     return timeline
 
 
-def _trace(timeline: Timeline) -> dict[str, Any]:
+def _make_trace(timeline: Timeline) -> dict[str, Any]:
     """Return a timeline in the format of Chrome and Perfetto, which counts in microseconds."""
     names = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": track, "args": {"name": label}}
@@ -230,7 +234,7 @@ def _trace(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _page(timeline: Timeline) -> str:
+def _make_page(timeline: Timeline) -> str:
     """Return a page that needs no other file and no network."""
     kinds = list(dict.fromkeys(span.kind for span in timeline.spans))
     began = timeline.start
@@ -270,11 +274,7 @@ def _select_known(details: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in details.items() if value is not None}
 
 
-def _spans(count: int) -> str:
-    return f"{count} span{'s' * (count != 1)}"
-
-
-def _time(nanoseconds: float) -> str:
+def _spell_time(nanoseconds: float) -> str:
     for unit, size in (("s", 1e9), ("ms", 1e6)):
         if nanoseconds >= size:
             return f"{nanoseconds / size:.3g} {unit}"

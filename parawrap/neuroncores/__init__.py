@@ -1,9 +1,19 @@
 """NeuronCores: the vendor's runtimes, a double, and the session that feeds cores.
 
-These NeuronCores are not torch devices: a model compiled for a core takes and returns tensors on
-the CPU. A vendor's package is imported when a runtime is first needed. The newer torch_neuronx,
-with torch devices, uses ``backends/_backend.py``. This package does not know ranks or launches:
-`launch/_devices.py` gives each rank its core.
+word             | meaning
+---------------- | -------------------------------------------------------------------------------
+NeuronCore       | a processor of an accelerator by AWS. A process numbers its cores from 0
+compiled model   | a ScriptModule that the vendor's `trace` returns. It takes and returns tensors on
+                 | the CPU, of the shapes and dtypes of the example inputs
+inference        | one call of a compiled model, with the compiled number of rows
+dynamic batching | a call of a compiled model takes any number of rows: its runtime cuts them into
+                 | inferences, and fills the last one up
+placement        | a copy of a model is loaded onto some consecutive cores, and uses them in turn
+part             | a compiled model, which may be one of several inside of a target
+
+These NeuronCores are not torch devices. A vendor's package is imported when a runtime is first
+needed. The newer torch_neuronx, with torch devices, uses ``backends/_backend.py``. This package
+does not know ranks or launches: `launch/_devices.py` gives each rank its core.
 
 file                | contents                                 | tests
 ------------------- | ---------------------------------------- | -----------------------------------

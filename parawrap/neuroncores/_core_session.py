@@ -78,13 +78,14 @@ class Placement:
         elif dim != 0:
             self.why_fixed = f"dynamic batching is off because dim={dim}: it works only on dim 0"
         self._dim = dim
-        self._parts: list[torch.nn.Module] = []
-        self._copies: list[list[torch.nn.Module]] = []  # of the parts, for each core
+        self._parts: list[torch.nn.Module] = []  # the compiled models that are loaded
+        self._copies: list[list[torch.nn.Module]] = []  # for each core, the copies of the parts
 
     def copies_in_lanes(self, lanes: int, survey: Survey) -> list[dict[int, Any]]:
-        """Return, for each lane, the copies of compiled models on its core.
+        """Return, for each lane, the copies of compiled models on its core, by the id of the model.
 
-        Load them if they are others.
+        `survey.scripts` has the compiled models in the target. Load them if they are others than at
+        the last call.
 
         Raises:
             ReplicaError: If the target has no part compiled for NeuronCores.
@@ -119,12 +120,13 @@ class Placement:
                 rows.
         """
         if self.why_fixed is not None:
-            return self._exact(rows)
+            return self._cut_exactly(rows)
         if self.split_size is not None:
+            if rows == 0:  # a call without rows has one part
+                return (0,)
             full, rest = divmod(rows, self.split_size)
             sizes = (self.split_size,) * full
-            is_empty = rows == 0  # a call without rows has one part
-            return (*sizes, rest) if rest or is_empty else sizes
+            return (*sizes, rest) if rest else sizes
         if self.compiled is None:
             return balanced_sizes(rows, len(self.cores))
         return sizes_in_units(rows, max(lanes, len(self.cores)), self.compiled)
@@ -143,13 +145,18 @@ class Placement:
                 self.why_fixed = error.message
         return [on_core[core.index] for core in self.cores]
 
-    def _exact(self, rows: int) -> tuple[int, ...]:
-        """Return the sizes without dynamic batching: the compiled row count for each inference."""
+    def _cut_exactly(self, rows: int) -> tuple[int, ...]:
+        """Return the sizes without dynamic batching: the compiled row count for each inference.
+
+        By default, each core has one inference. With `split_size`, a call has as many as fit.
+        """
         cores = len(self.cores)
+        # If the compiled count is not known, equal parts are taken to have it
         each = self.compiled or self.split_size or rows // cores
         parts = cores if self.split_size is None else rows // each
-        is_split_as_compiled = self.split_size in (None, each)
-        if rows and rows == each * parts and is_split_as_compiled:
+        has_other_split_size = self.split_size is not None and self.split_size != each
+        is_exact = rows > 0 and rows == each * parts
+        if is_exact and not has_other_split_size:
             return (each,) * parts
         needed = f"the same number. Pass a multiple of {cores}"
         if self.compiled:
@@ -215,6 +222,7 @@ class CoreSession(Session):
         """
         lane = here.lane
         state = self.replicas.state
+        # A lane of this session, not of another one, once the model has its replicas
         if lane in self.lanes.all and state.replicas:
             return entry.of(state.replicas[lane.index].target)(*args, **kwargs)
         if not self.lanes.is_alive or state.survey.is_lazy:

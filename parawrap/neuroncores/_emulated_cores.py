@@ -101,7 +101,10 @@ class _EmulatedProgram(torch.nn.Module):
 
 
 class _Flat(torch.nn.Module):
-    """The model as a module from a list of tensors to a list of tensors."""
+    """The model as a module from a list of tensors to a list of tensors.
+
+    A call notes `outputs`, and `gives`: their structure, for the trace around this one.
+    """
 
     def __init__(self, model: Callable[..., Any], takes: TreeSpec) -> None:
         super().__init__()
