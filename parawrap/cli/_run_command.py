@@ -214,7 +214,7 @@ def _decorate(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
         # threads of each rank on accelerators
         changes.setdefault("n_gpus", Platform.n_gpus)
         changes.setdefault("n_cpus", Platform.n_cpus)
-    if isinstance(old, Platform) and given.device is not None:
+    if isinstance(old, Platform) and "device" in changes:
         # The numbers name devices of the kind that the decorator has, and of this machine
         changes.setdefault("device_ids", None)
     if given.n is not None:

@@ -73,6 +73,8 @@ COUNTS = [
     (None, "--device gpu --n 2 --set launcher=ray", GPUS),
     ("device='cpu', n_cpus=8", "--n 2", CPUS),
     ("device='cpu', n_cpus=8", "--device gpu --n 2", GPUS),
+    ("device='gpu', device_ids=[2, 3]", "--device cpu --n 2", CPUS),
+    ("device='gpu', device_ids=[2, 3]", "--set device=cpu --n 2", CPUS),
     ("device='slurm', n_cpus=8", "--n 2", CPUS),
     ("device='slurm', n_gpus=8, n_cpus=8", "--n 2", GPUS),
     ("device='slurm', n_gpus=8, n_cpus=8", "--n 2 --device slurm --set n_cpus=4", GPUS),
