@@ -42,7 +42,7 @@ class Decorated:
         self._defined = defined  # for a bound method, the decorated function in its class
 
     def __init_subclass__(cls) -> None:
-        # `__reduce_ex__` cannot tell which of pickle and cloudpickle calls it
+        # Both pickle and cloudpickle call `__reduce_ex__`, but only cloudpickle has these rules
         table: Any = cloudpickle.CloudPickler.dispatch_table
         table[cls] = _reduce_for_cloudpickle
 

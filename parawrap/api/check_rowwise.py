@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from parawrap.api._differences import difference, rounding_of
-from parawrap.api.compare import note_list
+from parawrap.api.compare import note_if_list
 from parawrap.api.parallel import parallel
 from parawrap.backends import ignore_speed_warnings
 from parawrap.engine.columns import is_array
@@ -79,7 +79,7 @@ def check_rowwise(
     try:
         expected = _run_call(copy.deepcopy(model), method, batch, loss)
     except Exception as error:
-        note_list(error, batch)
+        note_if_list(error, batch)
         raise
     draws_numbers = not torch.equal(random_state, torch.get_rng_state())
     held = next(chain(model.parameters(), model.buffers()), None)

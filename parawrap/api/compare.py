@@ -300,7 +300,7 @@ def compare(
     return comparison
 
 
-def note_list(error: Exception, batch: object) -> None:
+def note_if_list(error: Exception, batch: object) -> None:
     """Add a note to the error of a plain call if its batch is a list, as of a DataLoader."""
     if isinstance(batch, list):
         note = (
@@ -400,7 +400,7 @@ class _Compared:
                 yield
         except Exception as error:
             if name == "plain":
-                note_list(error, self._batch)
+                note_if_list(error, self._batch)
             add_note(error, f"raised in the way {name!r} of parawrap.compare")
             raise
         finally:

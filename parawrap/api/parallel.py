@@ -202,7 +202,7 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         else:
             plan = _plan_on_devices(target, devices, workers, retries, sizes)
         self._devices = plan.devices
-        # Calls whose largest shard is much larger than a balanced one get a hint to declare
+        # A call with a shard that is much larger than a balanced one gets a hint to declare
         # out_dims=dim. The hint would be wrong for a block with rows of outputs on another dim
         has_rows_on_dim = all(
             each is UNDECLARED or each == dim for each in entries_of(rules.out_dims)

@@ -154,7 +154,7 @@ class Launchable(Decorated, Generic[P, R]):
             function, bound_to = function.__func__, (function.__self__,)
         # Only the decorated function in the class can be looked up by its name
         stand_in = _Undecorated.of(self._defined or self)
-        return Job(self.platform, function, args, kwargs, stand_in, bound_to)
+        return Job(self.platform, function, args, kwargs, sent_as=stand_in, bound_to=bound_to)
 
 
 class _Undecorated:

@@ -28,7 +28,8 @@ _WRAPT = _folder_of(wrapt.__file__)
 
 def warn_caller(message: str) -> None:
     """Issue a UserWarning at the innermost frame outside parawrap, torch, and wrapt."""
-    # `skip_file_prefixes` of `warnings.warn` needs Python 3.12
+    # `skip_file_prefixes` of `warnings.warn` needs Python 3.12. `level` 1 is the caller of this
+    # function. For `warn`, that is this function
     level = 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(

@@ -155,8 +155,8 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
         _check_calls(calls)
         store = meeting.store() if has_own_groups else None
         value = _call(job, world, meeting, calls[0].seed, store)
-        # Ranks whose function still waits for this one in a collective of its groups then raise,
-        # instead of keeping all ranks here for ever
+        # The function of another rank may still wait for this one in a collective. It raises once
+        # this rank leaves the groups; otherwise all ranks would wait here for ever
         values = meeting.gather(value, leave_groups if has_own_groups else None)
         if None in values:  # a rank requests a restart, and all ranks make it
             return None

@@ -74,11 +74,10 @@ class NodeActor:
         """
         ray: Any = importlib.import_module("ray")  # of the node
         said = self._output.readline().decode()
-        return (
-            socket.gethostname(),
-            str(ray.util.get_node_ip_address()),
-            "" if said == "ready\n" else said or "it ended",
-        )
+        failure = said or "it ended"
+        if said == "ready\n":
+            failure = ""
+        return socket.gethostname(), str(ray.util.get_node_ip_address()), failure
 
     def start(self, address: tuple[str, int], token: bytes, ranks: Sequence[int]) -> None:
         """Start ranks that are connected to the launching process at this address."""

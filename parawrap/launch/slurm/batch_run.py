@@ -283,8 +283,8 @@ class BatchRun(Run):
         try:
             ending = self._complete(self._final_outcomes(state))
         except LaunchError as error:
-            # The error of a lost node whose number is unknown, so that it is no outcome of a rank.
-            # The job may start again all the same
+            # `_outcome_of_lost_node` raises it if no rank can be blamed, because the number of the
+            # lost node is unknown. The job may start again all the same
             if state.name != "NODE_FAIL" or failures >= self._platform.max_restarts:
                 raise
             refusal = self._requeue("lost a node")
@@ -314,8 +314,8 @@ class BatchRun(Run):
     def _follow_next(self, number: int) -> Ending | None:
         """Follow a later start of the job, which something else than this process has requeued.
 
-        Return the ending of the launch instead, if the requeue was a failure too many: of a node,
-        for example. A user's requeue and a preemption are no failures.
+        Return the ending of the launch instead if that was a failure, such as the loss of a node,
+        and `max_restarts` allows no more. A user's requeue or a preemption is not a failure.
 
         Raises:
             LaunchError: If nothing says why Slurm started the job again.
@@ -393,6 +393,7 @@ class BatchRun(Run):
         start, number, name = self._start, self.number, self.job.name
         node = start.lost_node()
         if node is not None:
+            # `at` does not matter for the only outcome
             died = Died(at=0.0, pid=0, code=None, lost_with=f"its node, in Slurm job {number}")
             return {node * self._platform.ranks_per_node: died}
         state = commands.job_state(number)

@@ -287,8 +287,7 @@ class _Task:
 
         with contextlib.suppress(Exception):  # the function may have replaced the streams
             flush_streams()
-        # In the form of submitit, whose own report of a task that cannot import this package is the
-        # only other content of the file
+        # In the form of submitit. Its own reports are of tasks that cannot import this package
         with submitit.core.utils.temporary_save_path(self._file) as part:
             part.write_bytes(pickle.dumps(("success", (self._start, outcome))))
 
