@@ -184,6 +184,7 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
                 return self.module(*inputs, **kwargs)
             self._check_placement()
             has_rows = len(self.device_ids) > 1 and _have_rows(inputs, kwargs)
+            # The usual call: the engine takes the four steps at once
             if has_rows and all(map(self._inherits, _VERBS)):
                 return self._session().call(Entry(self.module), inputs, kwargs)
             # With the four methods, which a subclass may override. torch gives a call without rows

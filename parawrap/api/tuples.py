@@ -224,7 +224,11 @@ class _PartJoin:
     def _has_rows_in_items(
         self, parts: tuple[list[Any], ...], place: str, beside: Mapping[Any, Any]
     ) -> bool:
-        """True if each item of the lists has all rows; False if there is one item per row."""
+        """True if each item of the lists has all rows; False if there is one item per row.
+
+        The part of two images may be ``[level_0, level_1]`` of a feature pyramid, with two rows in
+        each item, or ``[boxes_of_image_0, boxes_of_image_1]``.
+        """
         counts = self._row_counts(parts)
         if counts is None:
             return False

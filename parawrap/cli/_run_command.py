@@ -114,8 +114,8 @@ def _find_function(target: str) -> Any:
     Raises:
         ArgumentError: If the module or the function does not exist.
     """
-    place, _, name = target.rpartition(":")
-    if not (name and place) or place.endswith(".py"):
+    module_name, _, name = target.rpartition(":")
+    if not (name and module_name) or module_name.endswith(".py"):
         msg = (
             f"{target!r} does not name a function. Give MODULE:FUNCTION, such as jobs.train:main "
             "for jobs/train.py"
@@ -123,18 +123,19 @@ def _find_function(target: str) -> Any:
         raise argparse.ArgumentError(None, msg)
     sys.path.insert(0, str(Path.cwd()))  # ranks get it too
     try:
-        function: Any = importlib.import_module(place)
+        function: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # The error may also name a module that `place` imports: the user sees its traceback
-        is_place_or_parent = error.name is not None and f"{place}.".startswith(f"{error.name}.")
-        if not is_place_or_parent:
+        # The error may also name a module that `module_name` imports: the user sees its traceback
+        missing = f"{error.name}."
+        is_target_or_parent = error.name is not None and f"{module_name}.".startswith(missing)
+        if not is_target_or_parent:
             raise
-        msg = f"module {place!r} was not found in {Path.cwd()} or on sys.path"
+        msg = f"module {module_name!r} was not found in {Path.cwd()} or on sys.path"
         raise argparse.ArgumentError(None, msg) from error
     for part in name.split("."):
         function = getattr(function, part, None)
     if not callable(function):
-        msg = f"{place!r} has no function {name!r}"
+        msg = f"{module_name!r} has no function {name!r}"
         raise argparse.ArgumentError(None, msg)
     return function
 

@@ -51,7 +51,8 @@ class World(RankPlace):
             machines.
         master_port: The port of the store. None if the ranks may run on several machines, and could
             not agree on one.
-        hosts_store: True if this rank must open the store. A torchrun agent opens one itself.
+        hosts_store: True if this rank must open the store. The agent, torchrun's own process on a
+            node, may have one already.
         has_launcher: False if nothing but RANK and WORLD_SIZE says that there is a launcher. Pods
             and notebooks have these variables too.
     """
@@ -74,8 +75,9 @@ class _LauncherVariables(NamedTuple):
     job: tuple[str, ...]
 
 
-# srun sets SLURM_STEP_NUM_TASKS in every step. An sbatch script or a salloc shell is at most a step
-# of one task. MPICH sets no variable that identifies a job.
+# A step is the tasks of one srun within a job. srun sets SLURM_STEP_NUM_TASKS in every step. An
+# sbatch script or a salloc shell is at most a step of one task. MPICH sets no variable that
+# identifies a job.
 _TABLES = (
     _LauncherVariables(
         "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",

@@ -96,6 +96,7 @@ class Agreement:
                 self._agree(store)
             finally:
                 self._has_answered.set()
+            # Until the process exits, also after the function has returned
             while self._requests is not None:
                 self._pass_stacks(store)
                 time.sleep(_POLL_S)

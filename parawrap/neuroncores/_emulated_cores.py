@@ -66,13 +66,13 @@ class _EmulatedProgram(torch.nn.Module):
         self.check(tensors)
         if tensors[0].size() == self.inputs[0].size():
             return self.infer(tensors)
-        rows, batch = tensors[0].size(0), self.inputs[0].size(0)
+        rows, compiled_rows = tensors[0].size(0), self.inputs[0].size(0)
         if rows == 0:
             return [output[:0].clone() for output in self.outputs]
         parts: List[List[Tensor]] = []
-        for start in range(0, rows, batch):
+        for start in range(0, rows, compiled_rows):
             # Places after the last row hold the first rows again
-            chunk = torch.arange(start, start + batch) % rows
+            chunk = torch.arange(start, start + compiled_rows) % rows
             parts.append(self.infer([tensor.index_select(0, chunk) for tensor in tensors]))
         return [torch.cat([part[i] for part in parts])[:rows] for i in range(len(self.outputs))]
 

@@ -226,8 +226,9 @@ def _parameters(platform: PlatformFields, folder: Folder) -> dict[str, Any]:
         "gpus_per_node": platform.n_gpus if has_gpus else None,
         "mem": None if platform.ram is None else f"{math.ceil(1024 * platform.ram)}M",
         "time": limit_min,
-        "wckey": None,
+        "wckey": None,  # submitit would set one
         **own,
+        # These come after `own`, because they contain its lists
         "additional_parameters": {"output": log, "error": log, "signal": signal} | options,
         "srun_args": [*srun, *own.get("srun_args", ())],
         "setup": [
