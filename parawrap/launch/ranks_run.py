@@ -272,7 +272,7 @@ class RanksRun(PoolRun):
                     self._note_sent(request)
                     has_begun = True
         except Exception as error:  # noqa: BLE001 (no rank has got the call)
-            # Its frames hold the arguments
+            # Without its frames, which would keep the arguments alive
             request.end(error.with_traceback(None))
         if has_begun:
             return held
@@ -303,11 +303,12 @@ class RanksRun(PoolRun):
         """Finish a call that has ended, or hand it to the thread of the run."""
         ending: Ending | None = None
         with pool.events.lock:
-            # The run has ended, and ends the call
-            if self._driven is not request:
+            if self._driven is not request:  # the run has ended, and ends the call
                 return
             self._driven = None
             if error is None and pool.has_ended(request.call):
+                # The answers stay lent: none comes before the next call, which lends them to its
+                # caller, or takes them back
                 ending = self._finish(pool, request)
             else:
                 pool.events.take_back()
@@ -419,7 +420,7 @@ class RanksRun(PoolRun):
                 except Exception as reason:  # noqa: BLE001 (nothing was sent)
                     self._forget(request)
                     self._current = None
-                    # Its frames hold the arguments
+                    # Without its frames, which would keep the arguments alive
                     error = reason.with_traceback(None)
         if (how := ending or error) is not None:
             request.end(how)
