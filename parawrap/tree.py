@@ -139,6 +139,9 @@ def is_kept_whole(cls: type) -> bool:
 def keep_whole(cls: type) -> None:
     """Treat each instance of `cls` as one leaf in a :class:`WholeLeaf`, also a container."""
     with _examining:
+        # A thread that meets an instance before the last step takes it for a leaf of a new class,
+        # and waits in `_examine` for the lock
+        _known_leaves.discard(cls)
         if cls in _nodes:
             optree.unregister_pytree_node(cls, namespace=_NAMESPACE)
         _register(cls, _as_whole)

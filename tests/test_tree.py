@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from parawrap.tree import WholeLeaf, addresses, flatten, keep_whole, unflatten
+from parawrap.tree import WholeLeaf, addresses, flatten, keep_whole, parts_below, unflatten
 from tests.helpers.properties import given, st
 from tests.helpers.same import assert_same
 
@@ -195,6 +195,7 @@ def test_keep_whole_makes_one_leaf(bases):
     keep_whole(cls)
     (leaf,), spec = flatten({"held": value})
     assert type(leaf) is WholeLeaf
+    assert [part.value for part in parts_below(value)] == [value]
     assert unflatten(spec, [leaf])["held"] is leaf.value is value
     assert unflatten(spec, ["bare"])["held"] == "bare"
     assert flatten([WholeLeaf(["a", "b"])])[0][0].value == ["a", "b"]
