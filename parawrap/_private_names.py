@@ -67,12 +67,10 @@ PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
 # Dictionaries that calls do not read: replicas share them. Nothing public leads to them.
 NOT_CALLED = frozenset(
     {
-        *(
-            "_state_dict_hooks",
-            "_state_dict_pre_hooks",
-            "_load_state_dict_pre_hooks",
-            "_load_state_dict_post_hooks",
-        ),
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
         "_non_persistent_buffers_set",
     }
 )
@@ -249,7 +247,10 @@ def keep_finalizers_from_exits() -> None:
 
 
 def update_in_python(variables: Mapping[str, str]) -> tuple[str, dict[Any, Any]]:
-    """Return the name of a function, and its argument, that do what `set_in_python` does."""
+    """Return the name of a function, and its argument, that do what `set_in_python` does.
+
+    `pkgutil.resolve_name` finds the function, in a process without parawrap too.
+    """
     if raw_environ is os.environ:
         return "os:environ.update", dict(variables)
     encoded = {os.fsencode(name): os.fsencode(value) for name, value in variables.items()}

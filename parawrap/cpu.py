@@ -28,7 +28,9 @@ _SETTINGS = (
     "glibc.malloc.trim_threshold",
 )
 
-_lock = threading.RLock()  # reentrant: garbage collection may close an abandoned block at any line
+# Protects the count, and keeps the thresholds in step with it. Reentrant: garbage collection may
+# close an abandoned block at any line
+_lock = threading.RLock()
 _open_blocks = 0
 
 
@@ -74,6 +76,7 @@ def keep_freed_memory() -> Iterator[None]:
 
 
 def _add_block(change: int) -> None:
+    """Count one block more or less. Set the thresholds at the first one and after the last one."""
     global _open_blocks
     with _lock:
         before, _open_blocks = _open_blocks, _open_blocks + change
@@ -93,7 +96,8 @@ def _set_thresholds(*, trim: int, mmap: int) -> None:
 
 
 def _reason_not_to() -> str | None:
-    if not hasattr(_libc, "gnu_get_libc_version"):
+    """Return why the thresholds stay as they are; None if the block may set them."""
+    if not hasattr(_libc, "gnu_get_libc_version"):  # nor has None, outside of Linux
         return "the C library is not glibc"
     known = {*os.environ, *re.split("[:=]", os.environ.get("GLIBC_TUNABLES", ""))}
     found = " and ".join(name for name in _SETTINGS if name in known)

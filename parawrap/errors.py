@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from signal import Signals
 
 ADDRESS = ""  # of the documentation; setup.py sets it in a build
+# What `ParawrapError.__str__` adds. An error that quotes another one does not repeat it
 _PLACES = re.compile(r' \((?:the page "Errors" of the documentation, \w+|\S+/errors\.html#\w+)\)')
 
 

@@ -52,7 +52,9 @@ _SEALED = (
     types.FunctionType,
     types.BuiltinFunctionType,
 )
-_INSIDE = ...  # the step of a path from a container that is kept whole to its leaf
+INSIDE = ...
+"""The step of a path from a container that is kept whole to its leaf."""
+
 # In a BatchEncoding of transformers, a UserDict: a list with one item per row, or None
 _ITEMS_OF_ROWS = "_encodings"
 
@@ -106,12 +108,12 @@ def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:
 def replace_nodes(value: Any, chosen: Callable[[Any], bool], replace: Callable[[Any], Any]) -> Any:
     """Return `value` with every outermost node that `chosen` accepts replaced by ``replace(node)``.
 
-    Without another part, it is `value` itself.
+    If no node is replaced by another object, it is `value` itself.
     """
     leaves, spec = flatten(value, chosen)
     made = [replace(leaf) if chosen(leaf) else leaf for leaf in leaves]
     if all(new is leaf for new, leaf in zip(made, leaves, strict=True)):
-        return value  # the same containers: forward may write into those of an argument
+        return value  # and not equal containers: forward may write into those of the caller
     return unflatten(spec, made)
 
 
@@ -127,6 +129,7 @@ def parts_below(value: Any) -> list[Any] | None:
         return [*value]
     if kind in _known_leaves:
         return None
+    # One level: every node except `value` itself is a leaf
     parts, spec = flatten(value, lambda node: node is not value)
     return None if spec.is_leaf() else parts
 
@@ -283,7 +286,7 @@ def address(root: str, path: Iterable[Any]) -> str:
 
 
 def _write_step(entry: object) -> str:
-    if entry is _INSIDE:
+    if entry is INSIDE:
         return ""
     if isinstance(entry, Attribute):
         return f".{entry}"
@@ -348,18 +351,18 @@ class _Blank:
 
 
 def _as_whole(value: Any) -> tuple[Any, ...]:
-    """Return the container as its only part."""
-    return (WholeLeaf(value),), None, (_INSIDE,)
+    """Return the container as its only part, for optree: parts, no blank, and keys."""
+    return (WholeLeaf(value),), None, (INSIDE,)
 
 
 def _take_apart(value: Any) -> tuple[Any, ...]:
-    """Return the parts of a container, its blank, and the keys of the parts."""
+    """Return the parts of a container, its blank, and the keys of the parts, for optree."""
     attributes: dict[str, Any] = getattr(value, "__dict__", {})
     if isinstance(value, Mapping):
         keys = tuple(value)
         parts = [value[key] for key in keys]
         if not isinstance(value, dict | UserDict):
-            attributes = {}  # its class alone can fill it, and its attributes may hold the items
+            attributes = {}  # they may hold the items, which `_rebuild` gives to the class
     elif dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         keys = tuple(Attribute(field.name) for field in fields if hasattr(value, field.name))
@@ -379,10 +382,11 @@ def _take_apart(value: Any) -> tuple[Any, ...]:
         if type(part) in PLAIN:
             plain.append((name, type(part), part))
             continue
-        has_item_per_row = name == _ITEMS_OF_ROWS and isinstance(part, list)
-        is_wrapped = has_item_per_row and isinstance(value, UserDict)
         names.append(Attribute(name))
-        parts.append(WholeLeaf(part) if is_wrapped else part)
+        # One leaf, which is cut by item. No entry of `in_dims` names this attribute
+        has_item_per_row = name == _ITEMS_OF_ROWS and isinstance(part, list)
+        is_one_leaf = has_item_per_row and isinstance(value, UserDict)
+        parts.append(WholeLeaf(part) if is_one_leaf else part)
     factory = value.default_factory if isinstance(value, defaultdict) else None
     is_namespace = attributes is value
     blank = _Blank(type(value), keys, tuple(names), tuple(plain), factory, is_namespace)
@@ -421,7 +425,7 @@ def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
         _set_attributes(built, items)
     elif not is_tuple:
         built.extend(items.values())
-    others = map(_unwrap, found[count:])
+    others = map(_unwrap, found[count:])  # `_take_apart` may have wrapped a list
     _set_attributes(built, dict(zip(blank.names, others, strict=True)))
     return built
 

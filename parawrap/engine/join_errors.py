@@ -22,7 +22,7 @@ from parawrap.engine.joiner import MANY_PADDED, Joiner, is_sequence
 from parawrap.engine.output_place import OtherDim, OutputPlace
 from parawrap.engine.rules.transformers_caches import WITHOUT_CACHE, is_cache
 from parawrap.errors import name_section
-from parawrap.tree import UNDECLARED, WholeLeaf, address
+from parawrap.tree import INSIDE, UNDECLARED, WholeLeaf, address
 
 _MOST_LISTED = 20  # outputs, in an error; its cure names every output
 _FIELDS = {"out_dims": "out_dim", "reduce": "reduce", "pad_value": "pad_value"}
@@ -144,8 +144,8 @@ def _build(place: OutputPlace, given: Any, name: str, trials: Trials) -> Any:
         entries[step] = entry
     if place.is_tuple:
         return _shorten(place, tuple(entries.values()), name)
-    if ... in entries:  # a registered object, which is its own only part
-        return entries[...]
+    if INSIDE in entries:  # a registered object, which is its own only part
+        return entries[INSIDE]
     named = {step: entry for step, entry in entries.items() if entry is not missing}
     return named or missing
 
@@ -225,8 +225,8 @@ def _fill(place: OutputPlace, trials: Trials) -> Any:
         return trials.entry_of(place)
     entries = {step: _fill(part, trials) for step, part in place.parts.items()}
     found = [*entries.values()]
-    if ... in entries:  # a registered object, which is its own only part
-        return entries[...]
+    if INSIDE in entries:  # a registered object, which is its own only part
+        return entries[INSIDE]
     # One entry for a list would say of the list what it says here of its items
     has_lists = any(is_sequence(each.column[0]) for each in place.walk())
     if not has_lists and all(entry == found[0] for entry in found):
