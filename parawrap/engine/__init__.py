@@ -38,10 +38,14 @@ term           | meaning
 -------------- | ---------------------------------------------------------------------------------
 leaf, spec     | what `flatten` makes of nested values: the values, and the containers around them
 `WholeLeaf`    | a leaf that stands for a whole container, such as a cache with its own rules
-plan           | how calls of one structure are cut
+path           | the keys from ``(args, kwargs)``, or from an output, to a value
+extent         | the row count of a leaf, or a negative number that says why it has no rows
+plan           | the dim that each leaf is cut on, and the sizes of the shards
 part, shard    | what one lane runs of a cut call, and its arguments. A call has a part per lane,
                | or more: part i runs in lane ``i % lanes``
 column         | the values of all parts at one place of the arguments, or of the outputs
+origin         | the value of the caller, or of the model, that a value of a lane is a copy of
+cure           | the options that an error names, with which the refused call runs
 home, away     | the device of the model, and others: lanes there have copies of its parameters
 quiet          | forward writes nothing, so looks for its writes are left out (`edition.py`)
 dirty          | a call may have left something in a replica, which is put back before the next one
