@@ -58,7 +58,7 @@ _MOST_PLANS = 1024  # for loaders with many sizes; a guess that no test has cont
 # In C: each of these reads every tensor of a warm call
 _on_cpu = attrgetter("is_cpu")
 _shape_of = attrgetter("shape")
-_attributes_of = attrgetter("__dict__")
+_attributes_of = attrgetter("__dict__")  # empty, and so false, if nobody has set an attribute
 _split_copies: Callable[..., Sequence[torch.Tensor]]
 _split_copies = torch.split_with_sizes_copy  # type: ignore[assignment]
 
@@ -188,16 +188,18 @@ class ShardPlan:
             leaves.append(moved[id(part)])
         call = unflatten(flat.spec, leaves)
 
+        # If all lanes return their copies of one argument, the output is the argument itself
         origins: dict[int, Any] = {}
-        for placed, own, dim in zip(leaves, flat.leaves, self.dims, strict=True):
-            if isinstance(own, WholeLeaf):
-                origins[id(placed)] = own.value
-            elif dim is None and isinstance(own, torch.Tensor):
-                origins[id(placed)] = own
+        for placed, argument, dim in zip(leaves, flat.leaves, self.dims, strict=True):
+            if isinstance(argument, WholeLeaf):
+                origins[id(placed)] = argument.value
+            elif dim is None and isinstance(argument, torch.Tensor):
+                origins[id(placed)] = argument
 
         copied: Sequence[int] = ()
         shared: Sequence[int] = ()
         if self.objects or self.unknown:
+            # `_move` has taken the values out of their WholeLeaf
             copied = [at for at in self.objects if leaves[at] is not flat.leaves[at].value]
             # An object that was neither cut nor moved is the caller's own. One lane may write it,
             # as the plain call does; several would each write once
@@ -229,7 +231,8 @@ class ShardPlan:
                 )
                 raise ShardError(msg)
             return [WholeLeaf(part) for part in parts]
-        # A copy of an inference tensor may have no version that shows a write. A view needs none
+        # A copy of an inference tensor may have no version, so a write into it is not found. A
+        # write into a view is one into the argument
         copy = copy and not leaf.is_inference()
         try:
             if copy and leaf.is_contiguous():
@@ -299,10 +302,10 @@ class ShardPlan:
         self, flat: FlatCall, columns: Columns, loans: Sequence[Loan]
     ) -> None:
         """Do the same while autograd records, when every part is a copy."""
-        # A call of plain tensors has no loans
         by_lane = [{moved.leaf: moved for moved in loan.moved} for loan in loans]
-        by_lane = by_lane or [{}] * len(self.sizes)
-        # A whole tensor that stayed here is the argument itself: its version says nothing
+        if not loans:  # a call of plain tensors
+            by_lane = [{}] * len(self.sizes)
+        # The cut tensors, and those that moved. Any other is the argument itself, and written
         indices = set(self.cut_tensors).union(*by_lane)
         done: set[int] = set()  # one object at two places has one list of parts
         for index in sorted(indices):
@@ -343,8 +346,12 @@ class ShardPlan:
         record_use(parts)
         with torch.set_grad_enabled(is_recorded):
             at_home = [transfer(part, argument.device) for part in parts]
-            dim = self.dims[index] or 0
-            joined = torch.cat(at_home, dim) if len(at_home) > 1 else at_home[0]
+            if len(at_home) == 1:
+                (joined,) = at_home
+            else:
+                dim = self.dims[index]
+                assert dim is not None  # `_refuse_whole` has refused several parts of one tensor
+                joined = torch.cat(at_home, dim)
             if joined.shape != argument.shape:
                 self._refuse_new_shape(index)
             argument.copy_(joined)
@@ -410,7 +417,7 @@ class Cutter:
         self._unit = unit
         self._warns = warns
         self._dims: dict[TreeSpec, Dims] = {}
-        # By the shapes of plain tensors, or by structure, extents, and classes of leaves
+        # By lanes and the shapes of plain tensors, or by structure, extents, classes, and lanes
         self._plans: dict[tuple[Any, ...], ShardPlan] = {}
 
     def plan_of_tensors(self, args: tuple[Any, ...], lanes: int) -> ShardPlan | None:
@@ -423,13 +430,13 @@ class Cutter:
         if not all(map(_on_cpu, args)) or any(map(_attributes_of, args)):
             return None
         try:
-            shapes = lanes, tuple(map(_shape_of, args))
-        except RuntimeError:  # a nested tensor
+            key = lanes, tuple(map(_shape_of, args))
+        except RuntimeError:  # a nested tensor has no shape
             return None
-        plan = self._plans.get(shapes)
+        plan = self._plans.get(key)
         if plan is None:
             plan = self.plan(self.flatten(args, {}), lanes)
-            _keep(self._plans, shapes, plan)
+            _keep(self._plans, key, plan)
         return plan
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCall:
@@ -508,7 +515,9 @@ class Cutter:
         several = counts - {1}
         if len(several) > 1:
             refuse_disagreement(self._declarations, flat, dims)
-        return next(iter(several or counts), None)
+        if several:
+            return several.pop()
+        return 1 if counts else None
 
     def _write_hint(self, sizes: Sequence[int], units: int, lanes: int) -> str | None:
         """Return a warning if a balanced cut has a much smaller first shard."""

@@ -73,10 +73,11 @@ def refuse_disagreement(
     shown = [*others[:_MOST_LISTED], with_rows[0]]
     listed = [f"{address_in_call(leaf.path)} has {leaf.rows} on dim {leaf.dim}" for leaf in shown]
     msg = f"the rows of the call disagree: {', '.join(listed)}. "
-    # The shorter cure comes first, unless it would leave no argument to cut.
-    arguments = {part[:2]: None for part in of_part}
+    # Entries of `in_dims`, which are None here: these values go whole to every lane
+    arguments: dict[Path, str | int | None] = {part[:2]: None for part in of_part}
     whole: dict[Path, str | int | None] = dict.fromkeys(of_part)
-    keeps_an_argument = cut_arguments - arguments.keys()
+    # The shorter cure comes first, unless it would leave no argument to cut.
+    keeps_an_argument = bool(cut_arguments - arguments.keys())
     if arguments != whole and keeps_an_argument:
         places = _join_places(arguments)
         cure = declarations.write_cure(arguments)
@@ -125,8 +126,9 @@ def _say_other_dims(
     for part, leaves in of_part.items():
         # All leaves of the value must have the size on one and the same dim
         dims_of_leaves = [_dims_of_size(each.leaf, batch) for each in leaves]
+        all_have_size = all(dims_of_leaves)  # an empty set is false
         dims = set().union(*dims_of_leaves)
-        if all(dims_of_leaves) and len(dims) == 1:
+        if all_have_size and len(dims) == 1:
             by_dim[part] = dims.pop()
     if not by_dim:
         return ""
@@ -148,6 +150,7 @@ def _say_items(declarations: InDims, flat: FlatCall, parts: Iterable[Path], batc
     whole: dict[Path, str | int | None] = dict.fromkeys(parts)
     by_item: dict[Path, str | int | None] = {}
     for part in whole:
+        # For whole arguments alone: no path has that of a part below one as its first two keys
         items = {path[2] for path in paths if path[:2] == part and len(path) > 2}
         is_sequence = all(isinstance(item, int) for item in items)
         is_declared = declarations.find(part) == "items"
@@ -162,7 +165,8 @@ def _say_items(declarations: InDims, flat: FlatCall, parts: Iterable[Path], batc
 
 def _say_multiples(leaves: Sequence[_LeafWithRows], batch: int) -> str:
     """Return the advice for values that have several entries per row, such as patches."""
-    # Two arguments do not say which of them is the batch: images, or the patches of all images
+    # Of images and the patches of all images, the most frequent count may be that of the patches.
+    # If each count is a multiple of the smallest one, that one is the batch
     fewest = min(leaf.rows for leaf in leaves)
     if fewest > 0 and all(leaf.rows % fewest == 0 for leaf in leaves):
         batch = fewest
@@ -261,7 +265,7 @@ def refuse_unclear(
     found: list[_Unclear] = []
     if is_strict:
         found += _find_sequences(declarations, flat.spec, flat.extents, rows or 0)
-    if any(extent <= OBJECT for extent in flat.extents):
+    if any(extent == OBJECT or extent <= ARRAY for extent in flat.extents):
         # An object inside a list that is named already needs no second entry.
         lists = [each.path for each in found]
         for each in _find_objects(flat, rows, is_cut=is_cut, is_strict=is_strict):
@@ -333,11 +337,12 @@ def _find_sequences(
     """
     kind, items = node.type, node.num_children
     is_argument = len(path) >= 2  # or inside one
-    is_long = kind is deque or (kind in (list, tuple) and items == rows)
+    may_be_items = kind is deque or (kind in (list, tuple) and items == rows)
     # A tensor of one row would go whole to every lane.
     has_rows = any(extent >= 0 and extent != 1 for extent in extents)
-    is_unclear = is_argument and is_long and not has_rows
-    if kind is not None and is_unclear and declarations.find(path) is UNDECLARED:
+    is_unclear = is_argument and may_be_items and not has_rows
+    if is_unclear and declarations.find(path) is UNDECLARED:
+        assert kind is not None  # as of a leaf
         place = address_in_call(path)
         has = "with tensors of one row" if 1 in extents else "without a tensor"
         says = (
@@ -346,7 +351,7 @@ def _find_sequences(
             "rows"
         )
         yield _Unclear(path, says, may_be_items=True)
-    start = 0
+    start = 0  # of the leaves of each child, which follow each other
     for entry, child in zip(node.entries(), node.children(), strict=True):
         end = start + child.num_leaves
         below = extents[start:end]

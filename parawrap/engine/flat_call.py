@@ -20,22 +20,40 @@ from parawrap.engine.columns import shape_of
 from parawrap.engine.rules.registry import splitter_of
 from parawrap.tree import PLAIN, TreeSpec, WholeLeaf, address
 
-# Extents of leaves without rows
+# Extents of leaves without rows, all negative
 BROADCAST = -1  # every lane gets the same object
 BEYOND = -3  # a tensor with dims, but without the dim of the rows
 OBJECT = -4  # of a class that parawrap does not know
 EMPTY = -5  # a cache without rows yet: every lane gets a copy
-ARRAY = -100  # and below, by its length: an array of another library
+ARRAY = -100  # and below: an array of another library, -105 for one of five items
 
 # Without strings, which are plain values, and without sets, which have no order.
 _SEQUENCES = (list, range, deque)
 # Values that no lane changes, or that all lanes share by their nature.
 _SHARED_BY_LANES = (
-    *(*PLAIN, numbers.Number, enum.Enum, slice, type),
-    *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.EllipsisType),
-    *(dt.date, dt.time, dt.timedelta, uuid.UUID, pathlib.PurePath, re.Pattern),
-    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
-    *(torch.finfo, torch.iinfo, torch.Generator),
+    *PLAIN,
+    numbers.Number,
+    enum.Enum,
+    slice,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    types.EllipsisType,
+    dt.date,
+    dt.time,
+    dt.timedelta,
+    uuid.UUID,
+    pathlib.PurePath,
+    re.Pattern,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    torch.memory_format,
+    torch.finfo,
+    torch.iinfo,
+    torch.Generator,
 )
 
 
@@ -64,7 +82,7 @@ def extent_of(leaf: Any, dim: int | None) -> int:
         if dim is None:
             return BROADCAST
         if -leaf.ndim <= dim < leaf.ndim:
-            return leaf.size(dim)  # a nested tensor has no shape
+            return leaf.size(dim)  # not by `shape`, which a nested tensor does not have
         return BEYOND if leaf.ndim else BROADCAST
     if isinstance(leaf, WholeLeaf):
         if dim is None:

@@ -80,7 +80,9 @@ class Parameters:
 class InDims:
     """The entries of `in_dims` for the arguments of one method.
 
-    `option` is how errors name the option: faces with torch's rules do not have it.
+    A path leads from (args, kwargs) to a value: ``(0, 2, "mask")`` to ``args[2]["mask"]``, and
+    ``(1, "batch", "mask")`` to ``kwargs["batch"]["mask"]``. `option` is how errors name the
+    option: calls by the rules of torch.nn.DataParallel have none, so it is that of a block.
     """
 
     def __init__(
@@ -117,7 +119,8 @@ class InDims:
     def find(self, path: Sequence[Any]) -> Any:
         """Return the entry for a path into (args, kwargs); UNDECLARED if there is none."""
         entry = self.in_dims.get(self.name_at(path), UNDECLARED)
-        for key in path[2:]:
+        below_argument = path[2:]
+        for key in below_argument:
             entry = entry_at(entry, key, UNDECLARED)
         # The path is above the leaves: their entries may differ, so there is none for it.
         if isinstance(entry, (dict, tuple)):
@@ -126,17 +129,18 @@ class InDims:
 
     def name_at(self, path: Sequence[Any]) -> str | None:
         """Return the parameter of a path into (args, kwargs); None if it is not known."""
-        if path[0] == 1:
-            return str(path[1])
+        root, argument = path[0], path[1]
+        if root == 1:
+            return str(argument)  # the keyword
         if self.parameters is None:
             return None
-        return self.parameters.at(path[1])
+        return self.parameters.at(argument)  # by its position
 
     def write_cure(self, entries: Mapping[tuple[Any, ...], str | int | None]) -> str:
         """Return the `in_dims` with these entries for the values at these paths.
 
-        The entries of the user stay. The entry is that of the whole argument where the keys of a
-        path are not names.
+        An entry of None gives the value whole to every lane. The entries of the user stay. Where
+        the keys of a path are not names, the entry is that of the whole argument.
         """
         cure: dict[Any, Any] = dict(self.in_dims)
         for path, entry in entries.items():
@@ -157,8 +161,11 @@ class InDims:
 
 
 def _mark_by_item(in_dim: Any, value: Any, place: list[Any]) -> Any:
-    """Return a value with sequences turned into leaves, if its entry in `in_dims` cuts them."""
-    if in_dim is None:
+    """Return a value with sequences turned into leaves, if its entry in `in_dims` cuts them.
+
+    `place` are the keys to the entry, for errors.
+    """
+    if in_dim is None:  # whole to every lane, or without an entry
         return value
     if isinstance(in_dim, (dict, tuple)):
         return _mark_parts(in_dim, value, place)
@@ -174,7 +181,7 @@ def _mark_by_item(in_dim: Any, value: Any, place: list[Any]) -> Any:
 
 
 def _mark_parts(in_dims: Any, value: Any, place: list[Any]) -> Any:
-    """Do the same for a container, by the entries of its parts.
+    """Return a container with sequences turned into leaves, by the entries of its parts.
 
     Keys that it does not have are refused.
     """
