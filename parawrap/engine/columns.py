@@ -46,7 +46,7 @@ def is_array(value: Any) -> bool:
 
 
 def is_array_like(value: Any) -> bool:
-    """True for arrays and tensors. Nested tensors raise an error for their `shape`."""
+    """True for arrays and tensors, also nested tensors, which have no shape."""
     return isinstance(value, torch.Tensor) or shape_of(value) is not None
 
 
@@ -117,20 +117,21 @@ def _are_equal(one: Any, other: Any) -> bool:
             return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
         if is_array(one):
             # By value: the bytes of objects and of long texts are addresses.
-            has_nan = one.dtype.kind in "fc"
+            has_nan = one.dtype.kind in "fc"  # floats and complex numbers
             is_same = sys.modules["numpy"].array_equal(one, other, equal_nan=has_nan)
             return one.dtype == other.dtype and bool(is_same)
         if one is other:
             return True
         if type(one) is not type(other):
             return False
-        are_nan = one != one and other != other
+        are_nan = one != one and other != other  # NaN alone differs from itself
         return bool(one == other or are_nan)
     except Exception:  # noqa: BLE001 -- `==` may be a method of the user's class
         return False
 
 
 def _have_equal_tensors(one: Any, other: Any) -> bool:
+    """Compare objects by the tensors in them; objects without tensors by ``==``."""
     tensors, others = [*tensors_in(one)], [*tensors_in(other)]
     if not tensors:
         return bool(one == other)

@@ -46,7 +46,8 @@ def pad(parts: Sequence[torch.Tensor], dim: int, value: Any) -> list[torch.Tenso
         for each in reversed(dims):  # torch takes the last dim first, with its start and its end
             missing = 0 if each == row_dim else longest[each] - part.shape[each]
             ends += [0, missing]
-        padded.append(torch.nn.functional.pad(part, ends, value=value) if any(ends) else part)
+        is_short = any(ends)
+        padded.append(torch.nn.functional.pad(part, ends, value=value) if is_short else part)
     return padded
 
 
@@ -110,10 +111,10 @@ def reduce_numbers(parts: Sequence[Any], sizes: Sequence[int], reduce: Reduce | 
     if reduce is None:
         refuse_number("and no reduction is right for every number")
     if reduce == "sum":
-        # Without a 0 to start with: the first number decides about the type and the device.
         if kind in ("bool", "torch.bool"):  # True and True are not 2
             refuse_number(_NO_SUM)
         try:
+            # Without the 0 of `sum`: the first number decides about the type and the device.
             return sum(parts[1:], start=first)
         except TypeError:  # an object that only looks like a number
             refuse_number(_NO_SUM)
@@ -136,7 +137,7 @@ def reduce_numbers(parts: Sequence[Any], sizes: Sequence[int], reduce: Reduce | 
 def _weigh(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Return the mean. Each shard counts by its rows, as in a mean over rows."""
     if len(parts) == 1:
-        return parts[0]  # also of no rows
+        return parts[0]  # also of no rows, which have no weight
     rows = sum(sizes)
     mean = parts[0] * (sizes[0] / rows)
     for part, size in zip(parts[1:], sizes[1:], strict=True):

@@ -52,7 +52,8 @@ def join(
     stays_list = rules.join == "list"
     if stays_list or (len(outputs) == 1 and rules.keep_single):
         if originals is not None:
-            outputs = list(map(_with_originals, outputs, originals()))
+            find_of_lanes = originals()
+            outputs = list(map(_with_originals, outputs, find_of_lanes))
         moved = [move(output, device) for output in outputs]
         return moved if stays_list else moved[0]
     joiner = Joiner(outputs, sizes, rules, device, originals)
@@ -82,7 +83,7 @@ def _join_rows(outputs: Sequence[Any], sizes: tuple[int, ...], rules: JoinRules)
     for dim, column in zip(dims, columns, strict=True):
         if not TENSOR.issuperset(map(type, column)):
             return None
-        if any(map(_attributes_of, column)):
+        if any(map(_attributes_of, column)):  # which torch.cat would drop
             return None
         # torch.cat would promote dtypes, and take the scale of the first part.
         if len(set(map(_dtype_of, column))) > 1:
@@ -100,7 +101,10 @@ def _join_rows(outputs: Sequence[Any], sizes: tuple[int, ...], rules: JoinRules)
 
 
 def _with_originals(output: Any, find: Callable[[Any], Any]) -> Any:
-    """Return an output with the caller's tensors in the places of the copies that a lane has."""
+    """Return an output with the caller's tensors in the places of the copies that a lane has.
+
+    `find` returns the caller's tensor of a copy, or None.
+    """
     leaves, spec = flatten(output)
     has_originals = False
     for index, leaf in enumerate(leaves):

@@ -105,7 +105,8 @@ def _write_options(root: OutputPlace, trials: Trials) -> str:
     for name in _FIELDS:
         given = getattr(trials.rules, name)
         entry = _build(root, given, name, trials)
-        if entry is not given and entry != given:
+        is_unchanged = entry is given or entry == given
+        if not is_unchanged:
             written.append(f"{name}={_write(entry)}")
     cures = [place.cure for place in root.leaves() if place.cure is not None]
     if trials.rules.join != "pad" and any(cure.join == "pad" for cure in cures):
@@ -115,14 +116,18 @@ def _write_options(root: OutputPlace, trials: Trials) -> str:
 
 def _write_other_options(root: OutputPlace, place: OutputPlace, trials: Trials) -> str:
     """Return the options for the other meaning of one place."""
-    cure, place.cure = place.cure, place.other
+    usual = place.cure
+    place.cure = place.other
     options = _write_options(root, trials)
-    place.cure = cure
+    place.cure = usual
     return options
 
 
 def _build(place: OutputPlace, given: Any, name: str, trials: Trials) -> Any:
-    """Return the entry of one option for a place and its parts."""
+    """Return the entry of one option for a place and its parts.
+
+    `given` is the entry of the user.
+    """
     if not _is_changed(place, name):
         return given
     if not place.parts:
@@ -131,14 +136,14 @@ def _build(place: OutputPlace, given: Any, name: str, trials: Trials) -> Any:
     missing = UNDECLARED if name == "out_dims" else None
     entries: dict[Any, Any] = {}
     for step, part in place.parts.items():
-        own = given
+        given_for_part = given  # one entry for all parts
         if isinstance(given, dict):
-            own = given.get(step, missing)
+            given_for_part = given.get(step, missing)
         elif isinstance(given, tuple):
-            own = given[step]
+            given_for_part = given[step]
         elif name == "reduce":
-            own = _own_reduction(part, given)
-        entry = _build(part, own, name, trials)
+            given_for_part = _own_reduction(part, given)
+        entry = _build(part, given_for_part, name, trials)
         if entry is UNDECLARED and place.is_tuple:  # a tuple cannot leave an entry out
             entry = _fill(part, trials)
         entries[step] = entry
@@ -154,7 +159,8 @@ def _shorten(place: OutputPlace, entries: tuple[Any, ...], name: str) -> Any:
     """Return one entry for a list of outputs if it says the same of each, as of many layers."""
     found = _leaves_of(entries)
     first = found[0]
-    if any(isinstance(entry, dict) or entry != first for entry in found):
+    has_dict = any(isinstance(entry, dict) for entry in found)
+    if has_dict or any(entry != first for entry in found):
         return entries
     is_long = len([*place.leaves()]) >= _FEWEST_SHORTENED
     return first if is_long and _holds_for_each(place, first, name) else entries
@@ -208,10 +214,11 @@ def _changes_entry(leaf: OutputPlace, name: str) -> bool:
     old = getattr(leaf.declared, _FIELDS[name])
     new = getattr(leaf.cure.declared, _FIELDS[name])
     if name == "reduce" and not leaf.declared.names_reduce:
-        # A None in out_dims that names a place comes before a reduction for all numbers
+        # A None in out_dims that names a place comes before a reduction for all numbers, so
+        # `reduce` need not leave the place out. A path is what makes it a named place
         if new is None and leaf.cure.is_constant and leaf.path:
             return False
-        # A reduction for the whole output holds for its numbers, and an array must be named
+        # The entry is equal, but it holds for numbers alone: an array must be named
         if leaf.cure.declared.names_reduce and leaf.holds_arrays:
             return True
     # 0 and False are equal, and different paddings
@@ -241,9 +248,12 @@ def _write(entry: Any) -> str:
         return f"{{{', '.join(items)}}}"
     if isinstance(entry, tuple):
         items = [_write(each) for each in entry]
-        return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+        comma = "," if len(items) == 1 else ""
+        return f"({', '.join(items)}{comma})"
     if isinstance(entry, str):
-        return repr(str(entry)) if '"' in entry or "\\" in entry else f'"{entry}"'
+        needs_escapes = '"' in entry or "\\" in entry
+        # `str`, since a subclass may have another repr
+        return repr(str(entry)) if needs_escapes else f'"{entry}"'
     if callable(entry):
         name = getattr(entry, "__name__", type(entry).__name__)
         return f"torch.{name}" if getattr(torch, name, None) is entry else str(name)
@@ -355,7 +365,8 @@ def _say_other_dims(root: OutputPlace, rules: JoinRules) -> Iterator[str]:
             continue
         other = place.find_other_dim(rules.dim)
         if other is not None:
-            found[address("each", place.path)] = other
+            code = address("each", place.path)  # the place in the output `each` of a lane
+            found[code] = other
     if not found:
         return
     others = dict.fromkeys(found.values())  # each once
@@ -406,7 +417,8 @@ def _say_options(
                 yield meaning
     if rules.as_torch:
         # Advice on how to change the model comes before a list of outputs
-        offers_lists = not options and not any(place.reason.advice for place in refused)
+        has_advice = any(place.reason.advice for place in refused)
+        offers_lists = not options and not has_advice
     else:
         offers_lists = not is_final and rules.options == "all"
     if offers_lists:

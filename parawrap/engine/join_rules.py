@@ -72,7 +72,8 @@ class Declared(NamedTuple):
         if is_tree(self.out_dim) and not names_reduce:
             # A None that names a place comes before a reduction for all numbers.
             for index, out_dim in enumerate(out_dims):
-                if out_dim is None:
+                is_constant = out_dim is None
+                if is_constant:
                     reductions[index] = None
         columns = zip(out_dims, reductions, pad_values, strict=True)
         return [Declared(*column, names_reduce) for column in columns]
@@ -104,6 +105,7 @@ class JoinRules:
     @cached_property
     def keep_single(self) -> bool:
         """True if the output of a call that was not cut is returned as it is."""
+        # The mean or the sum of one number is that number. "stack" and functions make another value
         keeps_numbers = all(each in (None, "mean", "sum") for each in entries_of(self.reduce))
         return keeps_numbers and self.join != "list"
 
@@ -112,7 +114,9 @@ class JoinRules:
         """The dim to concatenate outputs of one tensor on; None if the options say otherwise."""
         is_open = self.out_dims is UNDECLARED or self.as_torch
         dim = self.dim if is_open else self.out_dims
-        return dim if self.join == "cat" and isinstance(dim, int) and dim >= 0 else None
+        if self.join != "cat" or not isinstance(dim, int):
+            return None
+        return dim if dim >= 0 else None  # a `Joiner` reads negative dims, which are rare
 
     @cached_property
     def declared(self) -> Declared:
@@ -133,7 +137,7 @@ class JoinRules:
         # The class is frozen, and its cached properties are read only after this.
         for name in ("out_dims", "reduce", "pad_value"):
             object.__setattr__(self, name, as_tree(getattr(self, name)))
-        if self.as_torch:
+        if self.as_torch:  # torch concatenates outputs of any sizes
             object.__setattr__(self, "out_dims", "ragged")
         if self.join not in ("cat", "list", "pad"):
             msg = f"join={self.join!r} is not supported. Use 'cat', 'pad', or 'list'"
@@ -223,12 +227,13 @@ def _leaves_open(out_dims: Any) -> bool:
 def _find_row_dims(
     declared: Declared, dim: int, join: str, spec: TreeSpec
 ) -> tuple[int, ...] | None:
+    """Return the dim of each leaf; None if an option says something else of one of them."""
+    if join != "cat":
+        return None
     try:
         leaves = declared.below(spec)
     except Refusal:
         return None  # joining place by place raises it again, with its place
-    if join != "cat":
-        return None
     dims = []
     for leaf in leaves:
         is_reduced = leaf.names_reduce and leaf.reduce is not None

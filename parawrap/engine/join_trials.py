@@ -75,8 +75,8 @@ class Trials:
             place.parts[step] = self._find_below(parts, each, below)
             joiner.path.pop()
         if any(part.refusal is not None for part in place.leaves()):
-            if place.is_opened:  # its parts say why
-                place.refusal = None
+            if place.is_opened:
+                place.refusal = None  # the error names the parts instead
             self._close_items(place)
         return place
 
@@ -88,10 +88,11 @@ class Trials:
         column, declared = place.column, place.declared
         if TENSOR.issuperset(map(type, column)):
             return None
-        # Only the outermost container: every other node is a leaf.
+        # Only the outermost container: every node except `value` itself is a leaf.
         of_lanes = [flatten(value, partial(is_not, value)) for value in column]
-        spec = of_lanes[0][1]
-        if spec.is_leaf() or any(other != spec for _, other in of_lanes):
+        specs = [spec for _, spec in of_lanes]
+        spec = specs[0]
+        if spec.is_leaf() or any(other != spec for other in specs):
             return None
         if is_sequence(column[0]):
             self._joiner.check_kinds(column, declared)
@@ -134,13 +135,15 @@ class Trials:
         lengths = list(map(len, place.column))
         if lengths != self.rows:
             return
-        # Outputs that stand in a list by chance as long as the shard are other outputs
+        # The list may be as long as the shard by chance. Then its items are outputs, of which one
+        # is joined already or has the rows
         for leaf in place.leaves():
             has_rows = leaf.holds_arrays and leaf.dims_with_rows()
             if leaf.refusal is None or has_rows:
                 return
         items = Cure(place.declared, self.rules.join).change(out_dim="items")
         if self.join(place, items) is not None:
+            # `find_cures` finds the same cure for the whole list
             place.parts.clear()
             place.refusal = Refusal("", returned=f"{list_values(lengths)} items")
 
@@ -196,9 +199,8 @@ class Trials:
     def _list_cures_of_numbers(self, place: OutputPlace) -> list[Cure]:
         number = place.column[0]
         constant = self._as_constant(place)
-        cures = [
-            self._reduced(place, "mean")
-        ]  # of floats: the mean of equal numbers is that number
+        # First for floats: the mean of equal numbers is that number
+        cures = [self._reduced(place, "mean")]
         if str(getattr(number, "dtype", "")).endswith("bool"):
             cures.append(self._reduced(place, torch.any))  # of equal values: that value
         # Shards of different sizes seldom count the same, and shards of one size often do
@@ -222,7 +224,9 @@ class Trials:
             cures.append(rows.change(out_dim=row_dim)._replace(note=f"dim {row_dim} has them"))
         constant = self._as_constant(place)
         per_row = place.count_per_row(dim)
-        if per_row is not None and (place.is_proven or self.join(place, constant) is None):
+        # With shards of one size, equal values of all lanes are rather a constant
+        is_constant = not place.is_proven and self.join(place, constant) is not None
+        if per_row is not None and not is_constant:
             note = f"{per_row} rows per row of the batch"
             cures.append(_as_ragged(rows)._replace(note=note))
         if len({shape_of(part) for part in place.column}) == 1:

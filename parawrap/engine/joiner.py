@@ -132,7 +132,7 @@ class Joiner:
         joined = []
         for path, parts, each in zip(spec.paths(), columns, declarations, strict=True):
             self.path += path
-            self.siblings = siblings  # a list among the leaves leaves its own items there
+            self.siblings = siblings  # again: joining a list among the leaves has set its items
             joined.append(self.join_leaves(parts, each))
             del self.path[depth:]
         return unflatten(spec, joined)
@@ -147,6 +147,7 @@ class Joiner:
             return self._join_sequences(column, declared)
         if isinstance(first, WholeLeaf):
             return self._join_registered(column, declared)
+        # One of the jagged layout has a shape
         if isinstance(first, torch.Tensor) and first.is_nested and first.layout is torch.strided:
             refuse("a nested tensor has no dim to join on")
         if declared.out_dim is None:
@@ -202,7 +203,8 @@ class Joiner:
         if takes_any_rows:
             return self._concatenate(column, dim, declared)
         # `reduce` for a whole output means its numbers, unless the tensor is the whole output.
-        if declared.reduce is None or self.path:
+        is_whole_output = not self.path
+        if declared.reduce is None or not is_whole_output:
             advice = _PROVES_NOTHING if are_all_equal(column) else ""
             refuse(f"without the rows on dim {dim}", advice, returned=describe_column(column))
         return self._reduce_arrays(column, declared)
@@ -441,7 +443,7 @@ class Joiner:
         """
         kind = type(column[0])
         holds_tensors = any(map(_holds_tensors, column))
-        if kind is tuple and holds_tensors:  # a structure
+        if kind is tuple and holds_tensors:  # a structure, whose items are outputs
             return
         of_lanes = [flatten(value)[0] for value in column]
         # An argument is one object in all lanes, and not a row
@@ -449,8 +451,10 @@ class Joiner:
             return
         tensors = [[*filter(torch.is_tensor, leaves)] for leaves in of_lanes]
         if holds_tensors and self._have_rows(tensors):
-            has_one_item_per_row = lengths == self.rows
-            if not has_one_item_per_row or self._are_outputs(column, tensors):
+            # Items with all rows are outputs. The items of a list as long as its shard may be
+            # single rows, and have as many entries by chance
+            may_be_rows = lengths == self.rows
+            if not may_be_rows or self._are_outputs(column, tensors):
                 return
         refuse(
             "one item per row, or parts of every row",
@@ -484,7 +488,7 @@ class Joiner:
         if are_auxiliary(column[0], named):
             return True
         # A dict per item is one row's result as a rule, and a vector per item may be a row.
-        first = next(item for item in chain(*column) if item is not None)
+        first = next(item for item in chain(*column) if item is not None)  # the lists hold tensors
         if isinstance(first, Mapping):
             return False
         return all(each.ndim >= 2 for each in chain(*tensors))
@@ -507,7 +511,7 @@ class Joiner:
             return moved[0]
         try:
             found = [count_rows(value) for value in values]
-            has_other_rows = any(found) and found != self.rows
+            has_other_rows = any(found) and found != self.rows  # empty values add nothing
             if has_other_rows and declared.out_dim != "ragged":
                 kind = type(values[0])
                 refuse("", returned=f"{list_values(found)} rows of a {kind.__name__}")
@@ -579,15 +583,17 @@ class Joiner:
         It is a parameter, or an argument that was not cut. Another tensor that all lanes returned
         is not one value: each lane may have written its rows into it.
         """
+        # The first lanes may hold the original itself, of which their functions return None
         last = parts[-1]
         if self.originals is None:  # the arguments of the lanes are not known
             is_shared = self.lanes > 1 and all(part is last for part in parts)
             return last if is_shared else None
-        originals = self.originals()
-        value = originals[-1](last)
+        find_of_lanes = self.originals()
+        find_of_last = find_of_lanes[-1]
+        value = find_of_last(last)
         if value is None:
             return None
-        for part, find in zip(parts, originals, strict=True):
+        for part, find in zip(parts, find_of_lanes, strict=True):
             if part is not value and find(part) is not value:
                 return None
         return value

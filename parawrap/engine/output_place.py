@@ -61,7 +61,8 @@ class OutputPlace:
         other: The declaration for another meaning of the same values.
         is_padded: True if it was padded without a value from the user.
         note: What the sizes say about it.
-        is_opened: True if options must declare its parts, and declare the whole.
+        is_opened: True if the user declares the list as a whole, and the cure must declare its
+            parts.
     """
 
     path: tuple[Any, ...]
@@ -101,7 +102,8 @@ class OutputPlace:
     @property
     def is_proven(self) -> bool:
         """True if shards differ in size, so only a size that comes from the rows can match."""
-        return len(set(self.rows or ())) > 1
+        sizes = set(self.rows or ())  # none if they are not known
+        return len(sizes) > 1
 
     @property
     def compares_rows(self) -> bool:
@@ -122,7 +124,7 @@ class OutputPlace:
         return [dim for dim in dims if sizes_on(self.column, dim) == list(self.rows)]
 
     def count_per_row(self, dim: int) -> int | None:
-        """Return the same number of entries on `dim` that every row has, from 2 on; else None."""
+        """Return how many entries on `dim` each row has; None if it is one, or not the same."""
         sizes = sizes_on(self.column, dim)
         # A shard without rows has no entries, whatever their number per row.
         if not self.rows or not sizes or 0 in self.rows:
