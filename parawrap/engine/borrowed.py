@@ -59,6 +59,7 @@ WRITTEN_WHOLE = (
     "the model wrote in place into a tensor that every lane gets whole, so each lane wrote once. "
     "Pass one copy per row, cut the tensor with in_dims, or use an out-of-place operation"
 )
+# Stands for unchanged parts of arguments in an error about outputs: one object in all lanes
 _OF_ARGUMENT = ReturnedArgument(None)
 
 Join = Callable[[Sequence[Any], "Path | None", Any], Any]
@@ -121,7 +122,8 @@ class Loan(NamedTuple):
         containers: The contents of each container, in the order of the paths.
         moved: The tensors that came from another device.
         objects: The contents of each object with rules, by the index of its leaf.
-        attributes: Those of these objects, with the versions of tensors, by the same index.
+        attributes: The attributes of these objects by name, each with its version if it is a
+            tensor; by the same index.
         shared: The state of each object that all lanes use, by the index of its leaf.
     """
 
@@ -164,7 +166,8 @@ def lend(
     `shared` those of objects that all lanes use.
     """
     moved: list[Moved] = []
-    if not all(map(is_, leaves, parts)):
+    has_moved = not all(map(is_, leaves, parts))
+    if has_moved:
         for index, (part, copied) in enumerate(zip(parts, leaves, strict=True)):
             is_moved = copied is not part and isinstance(part, torch.Tensor)
             # An inference tensor has no version that shows a write
@@ -199,7 +202,10 @@ def _read_shared(value: Any) -> list[Any]:
 
 
 def replace_new_entries(loan: Loan, replace: Callable[[Any], Any]) -> None:
-    """Replace what forward has put into the caller's own containers, which it got as they are."""
+    """Replace the values that forward has put into the caller's own containers.
+
+    A whole call that needs no copies lends the containers themselves.
+    """
     for before in loan.containers:
         after = read_entries(before)
         if after is None:
@@ -240,13 +246,13 @@ class Borrowed:
         self._values = values
         self._loans = loans
         self._name = name
-        # By the path of a container, or the index of a leaf
+        # By the argument: the path of a container, or the index of a leaf
         self._marks: dict[Path | int, ReturnedArgument] = {}
-        # These paths and indices for each lane, by the ids of its copies
+        # By lane: from the id of a copy to its argument
         self._arguments: dict[int, dict[int, Path | int]] = {}
-        # The places in the output of the containers that it returns
+        # From the path of a container in the call to its path in the output, if it is returned
         self._places_in_output: dict[Path, Path] = {}
-        # New values, by the ids of those of the lanes
+        # Values that forward made, joined: by the ids of the values of all lanes
         self._joined: dict[tuple[int, ...], Any] = {}
         # Found by `join_changes`, written by `enter`
         self._changed_containers: list[tuple[Any, EntriesAfter]] = []
@@ -302,7 +308,8 @@ class Borrowed:
                 arguments[id(before.container)] = path
             # Numbers and texts are left out: lanes make equal ones, which may be the same object
             for index, leaf in enumerate(loan.leaves):
-                if isinstance(leaf, torch.Tensor) or index in loan.objects:
+                has_rules = index in loan.objects
+                if isinstance(leaf, torch.Tensor) or has_rules:
                     arguments[id(leaf)] = index
 
         def find_mark(node: Any) -> ReturnedArgument | None:
@@ -353,8 +360,9 @@ class Borrowed:
             after = read_entries(before)
             sources = {} if after is None else after.items | after.attributes
             now = Contents.read(node)
+            entries = now.items_by_key() | now.attributes
             shown: dict[Any, Any] = {}
-            for key, value in (now.items_by_key() | now.attributes).items():
+            for key, value in entries.items():
                 # A container that forward has not changed may hold one that it has
                 is_shown = isinstance(sources.get(key), New) or id(value) in lent
                 shown[key] = replace_parts(value, show) if is_shown else _OF_ARGUMENT
@@ -391,6 +399,7 @@ class Borrowed:
             own = follow_path(self._call, path)
             place = address_in_call(path)
             if id(own) in done:
+                # `flatten` made two containers of it, and forward may have changed each in its way
                 _refuse(place, own, "it is at two places of the call, where each lane has two")
             done.add(id(own))
             have_all_changed = len(changed) == len(of_lanes)
@@ -427,7 +436,7 @@ class Borrowed:
             else:
                 joined[key] = New(value)
         if len(refused) == 1:
-            ((place, only),) = refused.items()
+            place, only = refused.popitem()
             _refuse(place, own, only.message)
         if refused:
             # An option for all of them need not be right for each
@@ -491,9 +500,10 @@ class Borrowed:
             return
         own = read_attributes(value)
         for name, now in read_attributes(joined).items():
-            is_other = isinstance(own.get(name), torch.Tensor) and now is not own[name]
-            if is_other and not self._has_lane_set(index, name):
-                object.__setattr__(joined, name, own[name])
+            before = own.get(name)
+            is_new_tensor = isinstance(before, torch.Tensor) and now is not before
+            if is_new_tensor and not self._has_lane_set(index, name):
+                object.__setattr__(joined, name, before)
 
     def _has_lane_set(self, index: int, name: str) -> bool:
         """True if a lane has set or deleted an attribute of an object, or written into it."""
@@ -502,7 +512,8 @@ class Borrowed:
             now = _read_versions(loan.leaves[index]).get(name)
             if before is None or now is None:
                 return True
-            (value, version), (value_before, version_before) = now, before
+            value_before, version_before = before
+            value, version = now
             if value is not value_before or version != version_before:
                 return True
         return False

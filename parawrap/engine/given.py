@@ -90,6 +90,7 @@ def _find_marks(loan: Loan) -> Callable[[Any], SentBack | None]:
             marks[id(leaf)] = SentBack("leaf", number)
     for number, before in enumerate(loan.containers):
         marks[id(before.container)] = SentBack("container", number)
+    # Last: an object is a leaf too, and its own kind of mark replaces that of a tensor
     for number, index in enumerate(loan.objects):
         marks[id(loan.leaves[index])] = SentBack("object", number)
     return lambda node: marks.get(id(node))
@@ -128,5 +129,5 @@ class Given:
         """Return the argument of a mark; None for any other value."""
         if type(node) is not SentBack:
             return None
-        kinds = {"container": self.containers, "object": self.objects, "leaf": self.leaves}
-        return kinds[node.kind][node.number]
+        arguments = {"container": self.containers, "object": self.objects, "leaf": self.leaves}
+        return arguments[node.kind][node.number]

@@ -31,7 +31,7 @@ _WITHOUT_ATTRIBUTES = frozenset({dict, list, deque, OrderedDict, defaultdict})
 _MOST_STRUCTURES = 1024  # of calls; as many as a cutter keeps plans
 
 Path = tuple[Any, ...]
-"""The keys that lead from (args, kwargs) to a container."""
+"""The keys that lead from (args, kwargs), or from an output, to a container."""
 
 
 # Where containers are
@@ -48,9 +48,10 @@ def paths_of_containers(spec: TreeSpec) -> tuple[Path, ...]:
     waiting: list[tuple[Path, TreeSpec]] = [((), spec)]
     while waiting:
         path, node = waiting.pop()
+        # A leaf has no type
         if node.is_leaf() or node.type is None or is_kept_whole(node.type):
             continue
-        is_inside_arguments = len(path) > 1
+        is_inside_arguments = len(path) > 1  # and not (args, kwargs), args, or kwargs
         if is_inside_arguments and not issubclass(node.type, tuple):
             found.append(path)
         for step, child in zip(node.entries(), node.children(), strict=True):
@@ -100,7 +101,8 @@ def replace_parts(value: Any, find: Callable[[Any], Any]) -> Any:
 
 def _flatten_once(value: Any) -> tuple[list[Any], TreeSpec]:
     """Return the parts of one node, and its structure, which has the keys in the same order."""
-    # The order of the parts of a dict is not that of its items
+    # The order of the parts of a dict is not that of its items. Every node except `value` itself is
+    # a leaf
     return flatten(value, lambda node: node is not value)
 
 
@@ -204,7 +206,7 @@ class EntriesAfter(NamedTuple):
         removed: The keys of the items that forward has removed.
         attributes: The sources of the attributes.
         removed_attributes: The names of the attributes that forward has removed.
-        length: The number of items before the call.
+        length: The number of items before the call, by which a list shows what was appended.
     """
 
     items: Sources
@@ -306,9 +308,11 @@ def _enter_items(container: Any, after: EntriesAfter) -> None:
     own = [*container]
     sources = [*after.items.values()]
     values = [_value_of(source, own) for source in sources]
-    kept, added = sources[: after.length], sources[after.length :]
-    keeps_all = len(kept) == after.length and all(map(_stays, kept, range(after.length)))
-    if keeps_all and all(isinstance(source, New) for source in added):
+    first, rest = sources[: after.length], sources[after.length :]
+    has_length = len(first) == after.length
+    keeps_all = has_length and all(map(_stays, first, range(after.length)))
+    has_only_appended = keeps_all and all(isinstance(source, New) for source in rest)
+    if has_only_appended:
         # One step, so items that another call appends meanwhile stay
         container.extend(values[after.length :])
         return

@@ -1,7 +1,9 @@
 """Cut and join batches of PyTorch Geometric. The package is not imported.
 
-Its private `_slice_dict` holds where the attributes of each graph begin, `_inc_dict` the number of
-its first node.
+A batch has one *store* of attributes, or one per type of nodes and edges. Its private `_slice_dict`
+holds where each graph begins in an attribute, with the end of the last graph, and `_inc_dict` the
+number of each graph's first node. Of a batch with types, both have one dict per type. A batch that
+was made with ``follow_batch=["x"]`` also has ``x_batch`` and ``x_ptr``.
 """
 
 from __future__ import annotations
@@ -143,31 +145,33 @@ def _edges_stay_inside(batch: Any, store: Any) -> bool:
     """True if both ends of each edge lie in the graph that the slices assign the edge to."""
     slices = _of_store(batch._slice_dict, store).get("edge_index")
     if slices is None:
-        return True  # an attribute that was set later is refused after the graphs are made
+        return True  # set after the batch was made: `_split_graphs` and `_join_graphs` refuse it
     edges: torch.Tensor = store.edge_index
     device = edges.device
-    # The slices count the edges of each graph. They lie on the CPU, whatever the batch does.
-    graphs = torch.repeat_interleave(slices.diff())
-    graphs = graphs.to(device)
-    starts = _of_store(batch._inc_dict, store)["edge_index"].to(device)
-    # One start per graph, or one per graph and end of the edges: make it one row per end.
-    by_end = starts.reshape(len(starts), -1).T
-    starts = by_end.expand(len(edges), -1).contiguous()
-    for nodes, first in zip(edges, starts, strict=True):
-        found = torch.bucketize(nodes.contiguous(), first, right=True) - 1
-        if not torch.equal(found, graphs):
+    # The slices lie on the CPU, whatever the batch does.
+    edges_per_graph = slices.diff()
+    graph_of_edge = torch.repeat_interleave(edges_per_graph).to(device)  # 0, 0, 1, 1, 1, 2, ...
+    first_nodes = _of_store(batch._inc_dict, store)["edge_index"].to(device)
+    # One per graph, or one per graph and end of the edges: make it one row per end.
+    by_end = first_nodes.reshape(len(first_nodes), -1).T
+    by_end = by_end.expand(len(edges), -1).contiguous()
+    for nodes, firsts in zip(edges, by_end, strict=True):
+        # The last graph whose first node is not after the node
+        graph_of_node = torch.bucketize(nodes.contiguous(), firsts, right=True) - 1
+        if not torch.equal(graph_of_node, graph_of_edge):
             return False
     return True
 
 
 def _batch_again(like: Any, graphs: list[Any]) -> Any:
     """Return a batch of these graphs, of the class and on the device of another batch."""
-    followed: set[str] = set()
+    followed: set[str] = set()  # the names in `follow_batch`
     for store in like.stores:
         for name in _of_store(like._slice_dict, store):
             if f"{name}_ptr" in store:
                 followed.add(name)
-    # The class that the user called; the other base is that of a graph.
+    # PyTorch Geometric makes the class of a batch of these two. Only `Batch` itself, or the user's
+    # subclass of it, makes batches; the other base is that of a graph.
     base: Any = type(like).__bases__[0]
     made = base.from_data_list(graphs, follow_batch=sorted(followed))
     for store in made.stores:
@@ -199,7 +203,7 @@ def _list_attributes(batch: Any) -> list[Any]:
 
 
 def _find_no_rules(value: object) -> None:
-    """Find the rules of values in a batch, which PyTorch Geometric itself takes apart."""
+    """Return None: PyTorch Geometric itself takes the values in a batch apart."""
 
 
 def _forget_deleted(part: Any) -> Any:
@@ -210,12 +214,13 @@ def _forget_deleted(part: Any) -> Any:
     def keep_present(noted: Any) -> dict[Any, Any]:
         # The record of a heterogeneous batch has one dict per type, next to global attributes.
         kept: dict[Any, Any] = {}
-        for name, each in noted.items():
-            if name in stores:
-                store = stores[name]
-                kept[name] = {inner: found for inner, found in each.items() if inner in store}
-            elif None not in stores or name in stores[None]:
-                kept[name] = each
+        for key, entry in noted.items():
+            if key in stores:  # a type of nodes or edges
+                store = stores[key]
+                kept[key] = {name: found for name, found in entry.items() if name in store}
+            # An attribute of the store without a type, if the batch has one
+            elif None not in stores or key in stores[None]:
+                kept[key] = entry
         return kept
 
     kept = copy.copy(part)  # the part may be an output that the model keeps

@@ -189,15 +189,19 @@ def _put_attributes(old: dict[str, Any], new: dict[str, Any], find_rules: FindRu
 
 
 def _put_items(value: Any, joined: Any, find_rules: FindRules) -> bool:
-    """Put the items of a container. Return False if the value is not a mutable container."""
+    """Put the items of a container. Return False if the value is not a mutable container.
+
+    Items of one that is not mutable may not differ.
+    """
     # Methods of the base class: a subclass may refuse its own, as outputs of transformers do.
     if isinstance(value, dict):
         base = OrderedDict if isinstance(value, OrderedDict) else dict
         _put_dict(value, joined, base, find_rules)
     elif isinstance(value, list):
-        # The caller's list may be shorter or longer than the joined one.
         old = list.copy(value)
-        old += [ABSENT] * (len(joined) - len(old))
+        # If the joined list is longer. If it is shorter, the rest of the caller's items goes
+        missing = max(len(joined) - len(old), 0)
+        old += [ABSENT] * missing
         pairs = zip(old, list.__iter__(joined), strict=False)
         merged = [_merge(*pair, find_rules) for pair in pairs]
         # One step: another thread sees the old items or the new ones.

@@ -91,9 +91,10 @@ def place_leaf(leaf: WholeLeaf, device: torch.device) -> Any:
     """Return the value of a leaf that is kept whole, with its tensors on `device`."""
     value, rules = leaf.value, splitter_of(leaf.value)
     places = {tensor.device for tensor in tensors_in(value)}
+    if places == {device}:
+        return value
     # A cache without tensors is copied: its layers create tensors on the device that they note
-    has_nothing_to_move = not places and not rules.may_be_empty
-    if places == {device} or has_nothing_to_move:
+    if not places and not rules.may_be_empty:
         return value
     # The copy may run on another stream than the work that made the tensors.
     record_use([leaf])
@@ -168,12 +169,13 @@ def find_rules(value: object) -> Splitter | None:
     # Most values: the rules of packages need not look at their classes.
     if cls in _PLAIN_CONTAINERS:
         return None
-    if cls not in _splitters and not _has_builtin_rules(cls):
-        return None
-    return _splitters[cls]
+    if cls not in _splitters:
+        _enter_builtin_rules(cls)
+    return _splitters.get(cls)
 
 
-def _has_builtin_rules(cls: type) -> bool:
+def _enter_builtin_rules(cls: type) -> bool:
+    """Enter the rules of a package's class among those of the user's. Return False without any."""
     rules = cache_rules(cls) or tensordict_rules(cls) or graph_rules(cls)
     # Two threads that meet the class at the same time store equal rules.
     if rules is not None:
@@ -217,7 +219,7 @@ def _sequence_to(value: Any, device: torch.device) -> Any:
 
 
 def _list_items(value: Any) -> list[Any]:
-    """Return the items. The argument has the same ones, and sees writes inside them."""
+    """Return the items, without what they hold: the lanes have the caller's own items."""
     if type(value) not in _HOLDERS:
         return list_state(value, find_rules)
     marks = [mark_version(item) for item in value if isinstance(item, torch.Tensor)]
@@ -248,4 +250,5 @@ def _packed_rows(value: Any) -> int:
 
 keep_whole(rnn.PackedSequence)
 _splitters[rnn.PackedSequence] = Splitter(_split_packed, _join_packed, _packed_rows)
-keep_whole_if(_has_builtin_rules)
+# The rules of a class are entered when a call first meets it, and so before `splitter_of`
+keep_whole_if(_enter_builtin_rules)

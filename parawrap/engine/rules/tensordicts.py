@@ -88,7 +88,11 @@ def _entries_without_rows(parts: Sequence[Any]) -> Iterator[tuple[str, list[Any]
         values = [part.get(name, None) for part in parts]
         if any(type(value).__name__ in _WITHOUT_ROWS for value in values):
             yield name, [getattr(value, "data", None) for value in values]
-        elif all(hasattr(value, "batch_size") and hasattr(value, "keys") for value in values):
+            continue
+        are_nested = all(
+            hasattr(value, "batch_size") and hasattr(value, "keys") for value in values
+        )
+        if are_nested:
             yield from _entries_without_rows(values)
 
 

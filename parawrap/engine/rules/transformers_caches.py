@@ -16,7 +16,9 @@ from parawrap.engine.rules.object_state import list_state
 from parawrap.engine.rules.splitter import Splitter, are_equal, refuse_split, refuse_to_join, spans
 
 Change = Callable[[Any, str, list[Any]], Any]
-"""Makes one attribute from the values that caches have: of its owner, by name."""
+"""Makes one attribute from those of all caches: `change(owner, name, values)`.
+
+`owner` is the cache or layer that has it in the first cache."""
 
 WITHOUT_CACHE = "use_cache=False in the call lets a model of transformers return no cache"
 _CACHES = "transformers.cache_utils"
@@ -118,7 +120,7 @@ def _list_cache(cache: Any) -> list[Any]:
 
 
 def _find_no_rules(value: object) -> None:
-    """Find no rules inside a cache: its rules take caches of caches apart."""
+    """Return None: the rules of a cache take the caches inside it apart."""
 
 
 def _update_cache(old: Any, new: Any, *, in_place: bool = False) -> Any:
@@ -191,7 +193,9 @@ def _inside(value: Any) -> dict[Any, Any]:
     return dict(enumerate(value))
 
 
-@lru_cache(maxsize=1024)  # more classes than a process has; each entry keeps its class alive
+# Callers read `__class__`: mypy does not take ``type(value)`` for a key of a cache. At most 1024
+# classes, which is more than a process has; each entry keeps its class alive
+@lru_cache(maxsize=1024)
 def _is_state(cls: type) -> bool:
     """True for the class of a cache, or of one layer of a cache."""
     return any(base.__module__ == _CACHES for base in cls.__mro__)
@@ -242,12 +246,12 @@ def _cut(start: int, size: int, owner: Any, name: str, values: list[Any]) -> Any
         return size if is_row_count else value
     # Clones, where a lane may write: the caller's cache gets the writes of all lanes at once, after
     # the call.
-    if dim is None:
+    if dim is None:  # a position, or an empty tensor, which is small
         return value.clone()
     part = value.narrow(dim, start, size)
     if _writes_in_place(owner, name, value):
         return part.clone()
-    return part
+    return part  # a layer replaces it by a longer tensor
 
 
 def _join_values(owner: Any, name: str, values: list[Any]) -> Any:
@@ -263,8 +267,8 @@ def _join_values(owner: Any, name: str, values: list[Any]) -> Any:
     shapes = [tuple(value.shape) for value in values]
     dim = _ROW_DIMS[name]
     others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
-    # None: the layer is empty in some of the lanes.
-    if None in dims or len(others) > 1:
+    is_empty_in_some = None in dims  # a layer in some of the lanes
+    if is_empty_in_some or len(others) > 1:
         shown = " and ".join(map(str, shapes))
         refuse_to_join(owner, f"the shapes of {name} are {shown}")
     return torch.cat(values, dim)
