@@ -29,13 +29,13 @@ def find_place(global_rank: int | None = None, platform: Platform | None = None)
         world_size = here.world_size
     else:
         world_size = group_size()
-    if global_rank is None:
-        global_rank = 0
-        if here is not None:
-            global_rank = here.global_rank
-        elif world_size > 1 and dist.is_initialized():  # as under torchrun
-            global_rank = dist.get_rank()
-    return global_rank, world_size
+    if global_rank is not None:
+        return global_rank, world_size
+    if here is not None:
+        return here.global_rank, world_size
+    if world_size > 1 and dist.is_initialized():  # as under torchrun
+        return dist.get_rank(), world_size
+    return 0, world_size
 
 
 def require_group(helper: str) -> int:
@@ -44,6 +44,7 @@ def require_group(helper: str) -> int:
     Raises:
         PlatformError: If there are several ranks, but no process group.
     """
+    # Without a group, `group_size` says 1, which would return this rank's values as those of all
     ranks = current_rank().world_size if inside_a_rank() else 1
     if ranks > 1 and group_size() == 1:
         msg = (

@@ -92,9 +92,11 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
         columns.append(_check_column(leaf, place, len(indices)))
     own = _RankRows(indices, places, [_move(column, _CPU) for column in columns])
     of_ranks = gather_objects(own)
+    # From here on, no rank waits for another one, so each may raise
     structures = [", ".join(each.places) for each in of_ranks]
     check_equal("gather_rows", structures, "Give all ranks the same structure.")
-    order = _find_order(chain(*(each.indices for each in of_ranks)), length)
+    indices_of_ranks = chain(*(each.indices for each in of_ranks))
+    order = _find_order(indices_of_ranks, length)
     check_equal(
         "gather_rows",
         [each.describe_columns() for each in of_ranks],
@@ -117,6 +119,7 @@ def _find_indices(sampler: Any, ranks: int) -> tuple[list[int], int]:
     if isinstance(sampler, DataLoader):
         loader: DataLoader[Any] = sampler
         sampler = loader.sampler
+        # So DataLoader notes that it was made with ``batch_sampler=``
         has_own_batches = loader.batch_size is None and loader.batch_sampler is not None
         if has_own_batches and not isinstance(sampler, RankSampler):
             sampler = loader.batch_sampler  # DataLoader's sampler does not choose the rows then
@@ -138,8 +141,9 @@ def _find_order(indices: Iterable[int], length: int) -> list[int]:
     first: dict[int, int] = {}
     for position, index in enumerate(indices):
         first.setdefault(index, position)
-    missing = sum(index not in first for index in range(length))
-    unknown = len(first) - (length - missing)
+    known = sum(index in first for index in range(length))
+    missing = length - known
+    unknown = len(first) - known
     if missing or unknown:
         msg = (
             f"gather_rows: {missing} row(s) of the dataset are missing on all ranks, and "

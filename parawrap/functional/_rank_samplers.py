@@ -59,7 +59,10 @@ def get_dataset_sampler(
             "current_rank() yourself"
         )
         raise TypeError(msg)
-    return None if world_size == 1 else RankSampler(dataset, rank, world_size, shuffle=pad, pad=pad)
+    if world_size == 1:
+        return None
+    # Only training, which pads, shuffles
+    return RankSampler(dataset, rank, world_size, shuffle=pad, pad=pad)
 
 
 class RankSampler(DistributedSampler[Any]):
@@ -113,6 +116,7 @@ class RankSampler(DistributedSampler[Any]):
             share = self._share()
             if not self.shuffle:
                 return share
+            # Seeded as in torch's sampler, so that all ranks draw the same order
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             length = len(self.dataset)  # type: ignore[arg-type]
             order = torch.randperm(length, generator=generator).tolist()
@@ -122,7 +126,9 @@ class RankSampler(DistributedSampler[Any]):
         """Return the positions of this rank's rows without padding."""
         length = len(self.dataset)  # type: ignore[arg-type]  # a dataset with a length
         share, rest = divmod(length, self.num_replicas)
-        start = self.rank * share + min(self.rank, rest)
-        if self.rank < rest:  # the first ranks share the rest, with one more row each
+        # The first ranks share the rest, with one more row each
+        ranks_before_with_one_more = min(self.rank, rest)
+        start = self.rank * share + ranks_before_with_one_more
+        if self.rank < rest:
             share += 1
         return range(start, start + share)

@@ -86,6 +86,7 @@ def reduce_metrics(
     of_ranks = gather_objects(_RankMetrics(", ".join(forms), own_weight, numbers))
     cure = "Give all ranks the same structure, shapes, and op. A rank with weight=0 does not count."
     check_equal("reduce_metrics", [each.description for each in of_ranks], cure)
+    # Left out, and not multiplied by 0, which NaN survives
     counted = [each for each in of_ranks if each.weight]
     if op == "mean" and not counted:
         msg = (
@@ -134,7 +135,8 @@ def _reduce(leaf: Any, own: Tensor, parts: list[Tensor], weights: list[float], o
     total = sum(weighted, torch.zeros_like(own, dtype=torch.float64))
     if op == "mean":
         # One value is its mean, without the rounding of a product and a quotient
-        total = total / sum(weights) if len(parts) > 1 else parts[0].double()
+        is_one = len(parts) == 1
+        total = parts[0].double() if is_one else total / sum(weights)
     if not isinstance(leaf, Tensor):
         return float(total)
     dtype = leaf.dtype if leaf.is_floating_point() else torch.float64

@@ -65,7 +65,8 @@ def optimiser_to(optimiser: torch.optim.Optimizer, device: torch.device | str | 
             with_step_on_device.update(group["params"])
     for parameter, state in optimiser.state.items():
         for name, value in state.items():
-            if name != "step" or parameter in with_step_on_device:
+            stays = name == "step" and parameter not in with_step_on_device
+            if not stays:
                 state[name] = replace_nodes(
                     value, torch.is_tensor, lambda tensor: tensor.to(device)
                 )
@@ -206,7 +207,8 @@ def _find_device(
         return own.device_of(index)
     if isinstance(device, str):  # also a Device
         device = device.lower()
-    if device in (*Device, "cuda"):
+    kinds = (*Device, "cuda")  # "cuda" is a kind here, with the index of the rank
+    if device in kinds:
         platform: PlatformFields = Platform(device=cast("Device", device))
         if rank is not None and rank.platform.device == platform.device:
             platform = rank.platform  # it knows which devices the ranks have

@@ -94,10 +94,10 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
         drop_last=drop_last,
         counts_epochs=True,
     )
-    plain: Any = type(loader)
-    kind = _class_with_own_numbers(plain)
+    kind = _class_with_own_numbers(type(loader))
     sharded: L = kind.__new__(kind)
-    # Not __init__, which may have other arguments in a subclass
+    # Not __init__, which may have other arguments in a subclass, and not attributes, which
+    # DataLoader refuses to set after it. The iterator belongs to the user's loader
     vars(sharded).update(vars(loader), sampler=share, generator=torch.Generator(), _iterator=None)
     if batches is not None:
         vars(sharded)["batch_sampler"] = BatchSampler(share, batches.batch_size, drop_last)
@@ -178,21 +178,21 @@ class _OwnNumbers:
         seeds = torch.initial_seed(), share.seed, rank, share.epoch
         # A hash that is the same in every process
         seed = random.Random(repr(seeds)).randrange(_SEEDS)
-        # Torch draws the seed of workers there
+        # DataLoader draws the seed of its workers on this device, from its generator
         device = torch.get_default_device()
         if loader.generator.device != device:
             vars(loader)["generator"] = torch.Generator(device)
         loader.generator.manual_seed(seed)
-        draws = share.draws
+        draws = share.draws  # before the iterator below may draw
         # Of DataLoader, or of the user's subclass
         batches: Iterator[Any] = super().__iter__()  # type: ignore[misc]  # pyright: ignore
         if not loader.num_workers:
             batches = _Batches(batches, seed)
-        _, plain = type(loader).__bases__
+        _, kind = type(loader).__bases__  # from `_class_with_own_numbers`
         # DataLoader itself keeps no batches
-        if self._has_drawn or plain is DataLoader:
+        if self._has_drawn or kind is DataLoader:
             return batches
-        return self._check_first(batches, draws, plain.__name__)
+        return self._check_first(batches, draws, kind.__name__)
 
     def _check_first(self, batches: Iterator[Any], draws: int, name: str) -> Iterator[Any]:
         """Yield batches. This process draws from the sampler before it has the first one.
@@ -204,8 +204,8 @@ class _OwnNumbers:
                 drawn `draws` times.
         """
         loader: Any = self
-        # A loop would call __iter__ again, which begins the next epoch of a loader that is its own
-        # iterator
+        # Not a `for` loop, which calls __iter__: a loader that is its own iterator would begin its
+        # next epoch
         while True:
             batch = next(batches, _END)
             if batch is _END:
@@ -217,12 +217,13 @@ class _OwnNumbers:
                     "super().__iter__(), or give shard_loader a plain DataLoader"
                 )
                 raise TypeError(msg)
-            vars(self)["_has_drawn"] = True
+            vars(self)["_has_drawn"] = True  # around a `__setattr__` of the user's class
             yield batch
 
 
-@functools.cache
+@functools.cache  # loaders of one class stay of one class
 def _class_with_own_numbers(kind: type) -> Any:
+    """Return a subclass of a class of loaders whose batches have their own numbers."""
     return type(
         f"Sharded{kind.__name__}",
         (_OwnNumbers, kind),
@@ -249,5 +250,5 @@ class _Batches:
             random.seed(seed)
             torch.default_generator.manual_seed(seed)  # without those of accelerators
             if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(seed % 2**32)
+                sys.modules["numpy"].random.seed(seed % 2**32)  # numpy takes no larger ones
             return next(self._batches)

@@ -132,14 +132,18 @@ def sync(
     reports = gather_objects(report)
     # No value changes before all ranks have passed this check.
     _check_reports(reports)
-    tensors = list({id(tensor): tensor for _, tensor in named}.values())
+    by_id = {id(tensor): tensor for _, tensor in named}
+    tensors = list(by_id.values())  # each tied parameter once
     # From here on, an interrupt leaves this rank with some values of each, until the next sync.
     if is_source:
         with torch.no_grad():
             _broadcast([*tensors, *state_tensors.by_slot()], src)
     else:
         states, others = pickle.loads(reports[src].states)
-        filled = [state_tensors.fill(*each) for each in zip(optimizers, states, strict=True)]
+        filled = []
+        for each, state in zip(optimizers, states, strict=True):
+            filled.append(state_tensors.fill(each, state))
+        # The same slots as the source, in the same order
         with torch.no_grad():
             _broadcast([*tensors, *state_tensors.by_slot()], src)
         for each, state in zip(optimizers, filled, strict=True):
@@ -349,8 +353,9 @@ class _Slot:
         form = tensor.shape, tensor.dtype, tensor.device.type
         if form != (self.shape, self.dtype, self.device_type):
             return False
-        # An expanded tensor has fewer elements than the values.
-        return _without_repeats(tensor, tensor).shape == tensor.shape
+        # An expanded tensor stores fewer elements than the values.
+        stored = _without_repeats(tensor, tensor)
+        return stored.shape == tensor.shape
 
     def new_tensor(self, parameter: Tensor) -> Tensor:
         """Return a tensor for the values, next to its parameter and with the same strides."""
@@ -418,12 +423,14 @@ class _StateTensors:
             slot = leaves[index]
             if not _is_slot(slot):
                 continue
-            # State of no parameter lies next to the first one.
-            number = path[1] if path[0] == "state" else 0
-            leaves[index] = self._take(slot, own.get(path), parameters[number])
+            part_of_state, number = path[0], path[1]
+            # Options, and state of no parameter, lie next to the first parameter.
+            parameter = parameters[number if part_of_state == "state" else 0]
+            leaves[index] = self._take(slot, own.get(path), parameter)
         return unflatten(spec, leaves)  # type: ignore[no-any-return]
 
     def _take(self, slot: _Slot, own: Any, parameter: Tensor) -> Tensor:
+        """Return this rank's tensor for a slot: `own`, which is in its place, or a new one."""
         if slot.number not in self._tensors:
             # One tensor of this rank may stand in places where the source has two
             is_taken = any(own is each for each in self._tensors.values())
@@ -458,7 +465,7 @@ def _broadcast(tensors: Sequence[Tensor], src: int) -> None:
     devices = [each.partition(":")[0] for each in backends.split(",")]
     for bucket in _buckets(tensors):
         kind = bucket[0].device.type
-        if kind not in devices:
+        if kind not in devices:  # no backend sends from there
             kind = "cpu" if "cpu" in devices else devices[0]
         # The name of a kind is its current device, and NCCL needs that of the rank
         parts = [_bytes_of(tensor).to(kind) for tensor in bucket]
@@ -469,7 +476,8 @@ def _broadcast(tensors: Sequence[Tensor], src: int) -> None:
         values = packed.split([len(part) for part in parts])
         for tensor, part in zip(bucket, values, strict=True):
             value = part.view(tensor.dtype).view(tensor.shape)
-            _without_repeats(tensor, tensor).copy_(_without_repeats(value, tensor))
+            stored = _without_repeats(tensor, tensor)
+            stored.copy_(_without_repeats(value, tensor))
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -500,9 +508,10 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _without_repeats(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor without the repeated elements of an expanded tensor like `like`.
+    """Return the part of a tensor that an expanded tensor `like` of the same shape stores.
 
-    An expanded tensor cannot be written as a whole.
+    An expanded tensor cannot be written as a whole: its elements share memory along dims of
+    stride 0.
     """
     part = tensor.detach()
     for dim, (length, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
