@@ -68,6 +68,7 @@ def keep_freed_memory() -> Iterator[None]:
         _log.info("freed memory is not kept: %s", reason)
         yield
     else:
+        # An interrupt before `try` leaves the thresholds set, which costs memory alone
         _add_block(+1)
         try:
             yield

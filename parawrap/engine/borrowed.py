@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -62,11 +62,19 @@ WRITTEN_WHOLE = (
 # Stands for unchanged parts of arguments in an error about outputs: one object in all lanes
 _OF_ARGUMENT = ReturnedArgument(None)
 
-Join = Callable[[Sequence[Any], "Path | None", Any], Any]
-"""Takes the values that the lanes put at one place, and returns the one value for the caller.
 
-It also takes the place of the container in the output, or None, and the key. Raises GatherError.
-"""
+class Join(Protocol):
+    """Joins the values that the lanes put under one key of a container of the caller."""
+
+    def __call__(self, values: Sequence[Any], place: Path | None, key: Any, /) -> Any:
+        """Return the one value for the caller.
+
+        `place` is the path of the container in the output; None if it is not returned.
+
+        Raises:
+            GatherError: If the values cannot be joined.
+        """
+        ...
 
 
 def rules_of_entries(rules: JoinRules, place: Path | None = None, key: Any = None) -> JoinRules:

@@ -392,8 +392,9 @@ def _move(leaf: Any, device: torch.device) -> Any:
 class Cutter:
     """Plans the calls of one method of a target.
 
-    Threads may share a cutter. `sizes` gives the sizes of the shards, in units of `unit` rows; with
-    `warns`, plans with a large shard have a hint. With `lists_are_shared`, the rules are those of
+    Threads may share a cutter. `sizes` is a function of the numbers of units and lanes, and returns
+    the units of each shard; a unit has `unit` rows. With `warns`, plans with a large shard have a
+    hint. With `lists_are_shared`, the rules are those of
     torch.nn.DataParallel: every lane gets the same list or object.
     """
 
@@ -413,7 +414,7 @@ class Cutter:
         self._dim = dim
         self._in_dims = self._declarations.in_dims
         self._lists_are_shared = lists_are_shared
-        self._sizes = sizes
+        self._choose_sizes = sizes
         self._unit = unit
         self._warns = warns
         self._dims: dict[TreeSpec, Dims] = {}
@@ -498,7 +499,7 @@ class Cutter:
         if rows % self._unit:
             refuse_broken_units(flat, rows, self._unit)
         units = rows // self._unit
-        sizes = tuple(self._unit * each for each in self._sizes(units, lanes))
+        sizes = tuple(self._unit * each for each in self._choose_sizes(units, lanes))
         # A single row goes whole to every lane. A cache without rows yet is cut into caches that
         # will have the rows of their lanes
         cut_extents = (rows, EMPTY) if rows != 1 else ()

@@ -102,12 +102,12 @@ def _refuse_padding(place: OutputPlace, rules: JoinRules) -> None:
 def _write_options(root: OutputPlace, trials: Trials) -> str:
     """Return the options with the cures of all places, and with what the user has given."""
     written = []
-    for name in _FIELDS:
-        given = getattr(trials.rules, name)
-        entry = _build(root, given, name, trials)
+    for option in _FIELDS:
+        given = getattr(trials.rules, option)
+        entry = _build(root, given, option, trials)
         is_unchanged = entry is given or entry == given
         if not is_unchanged:
-            written.append(f"{name}={_write(entry)}")
+            written.append(f"{option}={_write(entry)}")
     cures = [place.cure for place in root.leaves() if place.cure is not None]
     if trials.rules.join != "pad" and any(cure.join == "pad" for cure in cures):
         written.append('join="pad"')
@@ -123,17 +123,17 @@ def _write_other_options(root: OutputPlace, place: OutputPlace, trials: Trials) 
     return options
 
 
-def _build(place: OutputPlace, given: Any, name: str, trials: Trials) -> Any:
+def _build(place: OutputPlace, given: Any, option: str, trials: Trials) -> Any:
     """Return the entry of one option for a place and its parts.
 
     `given` is the entry of the user.
     """
-    if not _is_changed(place, name):
+    if not _is_changed(place, option):
         return given
     if not place.parts:
         assert place.cure is not None  # or the place would not be changed
-        return getattr(place.cure.declared, _FIELDS[name])
-    missing = UNDECLARED if name == "out_dims" else None
+        return getattr(place.cure.declared, _FIELDS[option])
+    missing = UNDECLARED if option == "out_dims" else None
     entries: dict[Any, Any] = {}
     for step, part in place.parts.items():
         given_for_part = given  # one entry for all parts
@@ -141,21 +141,21 @@ def _build(place: OutputPlace, given: Any, name: str, trials: Trials) -> Any:
             given_for_part = given.get(step, missing)
         elif isinstance(given, tuple):
             given_for_part = given[step]
-        elif name == "reduce":
+        elif option == "reduce":
             given_for_part = _own_reduction(part, given)
-        entry = _build(part, given_for_part, name, trials)
+        entry = _build(part, given_for_part, option, trials)
         if entry is UNDECLARED and place.is_tuple:  # a tuple cannot leave an entry out
             entry = _fill(part, trials)
         entries[step] = entry
     if place.is_tuple:
-        return _shorten(place, tuple(entries.values()), name)
+        return _shorten(place, tuple(entries.values()), option)
     if INSIDE in entries:  # a registered object, which is its own only part
         return entries[INSIDE]
     named = {step: entry for step, entry in entries.items() if entry is not missing}
     return named or missing
 
 
-def _shorten(place: OutputPlace, entries: tuple[Any, ...], name: str) -> Any:
+def _shorten(place: OutputPlace, entries: tuple[Any, ...], option: str) -> Any:
     """Return one entry for a list of outputs if it says the same of each, as of many layers."""
     found = _leaves_of(entries)
     first = found[0]
@@ -163,15 +163,15 @@ def _shorten(place: OutputPlace, entries: tuple[Any, ...], name: str) -> Any:
     if has_dict or any(entry != first for entry in found):
         return entries
     is_long = len([*place.leaves()]) >= _FEWEST_SHORTENED
-    return first if is_long and _holds_for_each(place, first, name) else entries
+    return first if is_long and _holds_for_each(place, first, option) else entries
 
 
-def _holds_for_each(place: OutputPlace, entry: Any, name: str) -> bool:
+def _holds_for_each(place: OutputPlace, entry: Any, option: str) -> bool:
     """True if an entry for a list of outputs says of each output what it says alone."""
     leaves = [*place.leaves()]
-    if name == "pad_value":
+    if option == "pad_value":
         return False
-    if name == "reduce":  # of a whole list, it reduces the numbers alone
+    if option == "reduce":  # of a whole list, it reduces the numbers alone
         return all(leaf.holds_numbers for leaf in leaves)
     if entry is None:
         return True
@@ -200,20 +200,20 @@ def _own_reduction(place: OutputPlace, given: Any) -> Any:
     return declared.reduce if place.holds_numbers else None
 
 
-def _is_changed(place: OutputPlace, name: str) -> bool:
+def _is_changed(place: OutputPlace, option: str) -> bool:
     """True if a cure gives this option another entry at a place, or below it."""
-    if name == "out_dims" and any(each.is_opened for each in place.walk()):
+    if option == "out_dims" and any(each.is_opened for each in place.walk()):
         return True
-    return any(_changes_entry(leaf, name) for leaf in place.leaves())
+    return any(_changes_entry(leaf, option) for leaf in place.leaves())
 
 
-def _changes_entry(leaf: OutputPlace, name: str) -> bool:
+def _changes_entry(leaf: OutputPlace, option: str) -> bool:
     """True if the cure of a leaf gives this option another entry."""
     if leaf.cure is None:
         return False
-    old = getattr(leaf.declared, _FIELDS[name])
-    new = getattr(leaf.cure.declared, _FIELDS[name])
-    if name == "reduce" and not leaf.declared.names_reduce:
+    old = getattr(leaf.declared, _FIELDS[option])
+    new = getattr(leaf.cure.declared, _FIELDS[option])
+    if option == "reduce" and not leaf.declared.names_reduce:
         # A None in out_dims that names a place comes before a reduction for all numbers, so
         # `reduce` need not leave the place out. A path is what makes it a named place
         if new is None and leaf.cure.is_constant and leaf.path:

@@ -81,8 +81,8 @@ class Joiner:
         path: The keys that lead to the place. A refusal leaves them: the message names the place.
         siblings: The leaves around the place in the output of the first lane, and their structure.
         padded: The number of tensors that were padded without a value from the user: at most one.
-        takes_proof: True if shards of one size show which outputs follow the rows. A trial takes
-            them so, to find out what shards of different sizes would show.
+        takes_proof: True if shards of one size are taken for proof of which outputs follow the
+            rows. A trial by the rules of a block does so: there, the sizes would differ.
     """
 
     def __init__(

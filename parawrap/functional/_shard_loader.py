@@ -94,7 +94,8 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
         drop_last=drop_last,
         counts_epochs=True,
     )
-    kind = _class_with_own_numbers(type(loader))
+    user_class: Any = type(loader)
+    kind = _class_with_own_numbers(user_class)
     sharded: L = kind.__new__(kind)
     # Not __init__, which may have other arguments in a subclass, and not attributes, which
     # DataLoader refuses to set after it. The iterator belongs to the user's loader
@@ -188,11 +189,11 @@ class _OwnNumbers:
         batches: Iterator[Any] = super().__iter__()  # type: ignore[misc]  # pyright: ignore
         if not loader.num_workers:
             batches = _Batches(batches, seed)
-        _, kind = type(loader).__bases__  # from `_class_with_own_numbers`
+        _, user_class = type(loader).__bases__  # from `_class_with_own_numbers`
         # DataLoader itself keeps no batches
-        if self._has_drawn or kind is DataLoader:
+        if self._has_drawn or user_class is DataLoader:
             return batches
-        return self._check_first(batches, draws, kind.__name__)
+        return self._check_first(batches, draws, user_class.__name__)
 
     def _check_first(self, batches: Iterator[Any], draws: int, name: str) -> Iterator[Any]:
         """Yield batches. This process draws from the sampler before it has the first one.
@@ -223,7 +224,7 @@ class _OwnNumbers:
 
 @functools.cache  # loaders of one class stay of one class
 def _class_with_own_numbers(kind: type) -> Any:
-    """Return a subclass of a class of loaders whose batches have their own numbers."""
+    """Return a subclass of a class of loaders. Its batches have their own numbers."""
     return type(
         f"Sharded{kind.__name__}",
         (_OwnNumbers, kind),

@@ -156,7 +156,7 @@ def _edges_stay_inside(batch: Any, store: Any) -> bool:
     by_end = first_nodes.reshape(len(first_nodes), -1).T
     by_end = by_end.expand(len(edges), -1).contiguous()
     for nodes, firsts in zip(edges, by_end, strict=True):
-        # The last graph whose first node is not after the node
+        # The last graph that begins at the node or before it
         graph_of_node = torch.bucketize(nodes.contiguous(), firsts, right=True) - 1
         if not torch.equal(graph_of_node, graph_of_edge):
             return False

@@ -15,10 +15,11 @@ class Splitter(NamedTuple):
     """The rules of one type.
 
     `split` cuts a value into parts of the given sizes, `join` puts parts together, and `rows`
-    counts. `to` brings a part to a device. `update` puts the state of joined parts into the
-    argument that they came from, and `contents` lists the state of a value; None stands for the
-    rules of any object, in `object_state.py`. A value that `may_be_empty` and has no rows, such as
-    a cache before its first use, becomes one empty part per lane.
+    counts the rows of a value. `to` brings a part to a device; None calls the part's own method
+    `to`, if there is one. `update` puts the state of joined parts into the argument that they came
+    from, and `contents` lists the state of a value; None stands for the rules of any object, in
+    `object_state.py`. A value that `may_be_empty` and has no rows, such as a cache before its first
+    use, becomes one empty part per lane.
     """
 
     split: Callable[[Any, Sequence[int]], Sequence[Any]]
