@@ -100,7 +100,7 @@ class JoinRules:
     @cached_property
     def needs_proof(self) -> bool:
         """True if the sizes of shards must differ, to show which outputs follow the rows."""
-        return _leaves_open(self.out_dims) and self.join != "list"
+        return _has_undeclared(self.out_dims) and self.join != "list"
 
     @cached_property
     def keep_single(self) -> bool:
@@ -112,8 +112,8 @@ class JoinRules:
     @cached_property
     def row_dim_of_tensor(self) -> int | None:
         """The dim to concatenate outputs of one tensor on; None if the options say otherwise."""
-        is_open = self.out_dims is UNDECLARED or self.as_torch
-        dim = self.dim if is_open else self.out_dims
+        is_declared = self.out_dims is not UNDECLARED and not self.as_torch
+        dim = self.out_dims if is_declared else self.dim
         if self.join != "cat" or not isinstance(dim, int):
             return None
         return dim if dim >= 0 else None  # a `Joiner` reads negative dims, which are rare
@@ -216,10 +216,10 @@ def is_tree(option: Any) -> bool:
     return isinstance(option, (dict, tuple))  # which `as_tree` makes of all options
 
 
-def _leaves_open(out_dims: Any) -> bool:
-    """True if a tree of out_dims leaves some place open."""
+def _has_undeclared(out_dims: Any) -> bool:
+    """True if a tree of out_dims may not declare some place of an output."""
     if isinstance(out_dims, tuple):
-        return any(map(_leaves_open, out_dims))
+        return any(map(_has_undeclared, out_dims))
     # An output may have keys that a dict does not name.
     return out_dims is UNDECLARED or isinstance(out_dims, dict)
 

@@ -50,7 +50,11 @@ class Trials:
     def _find_below(
         self, column: Sequence[Any], declared: Declared, siblings: Flat | None
     ) -> OutputPlace:
-        """Return the place that the joiner stands at, with all places below it."""
+        """Return the place that the joiner stands at, with all places below it.
+
+        `siblings` are the leaves around it, and None begins a group of siblings: for the whole
+        output, and for each item of a list.
+        """
         joiner = self._joiner
         place = OutputPlace(tuple(joiner.path), column, self.rows, declared)
         if siblings is None:
@@ -59,7 +63,7 @@ class Trials:
         try:
             opened = self._open(place)
             if opened is None:
-                joiner.padded = 0  # only the second of several is refused for being padded
+                joiner.padded = 0  # or the second padded place of an output would be refused
                 self._join_whole(place)
                 place.is_padded = joiner.padded > 0
                 return place
@@ -114,8 +118,9 @@ class Trials:
     def _may_be_outputs(self, place: OutputPlace) -> bool:
         """True if lists that one entry declares have the same length, and not one item per row."""
         out_dim = place.declared.out_dim
-        is_open = out_dim is None or out_dim is UNDECLARED
-        if is_open or is_tree(out_dim) or self.rules.as_torch:
+        declares_rows = out_dim is not None and out_dim is not UNDECLARED
+        is_one_entry = declares_rows and not is_tree(out_dim)
+        if not is_one_entry or self.rules.as_torch:
             return False
         lengths = list(map(len, place.column))
         return len(set(lengths)) == 1 and lengths != self.rows

@@ -120,7 +120,10 @@ def _of_store(noted: Any, store: Any) -> Any:
 
 
 def _fits(batch: Any, store: Any, name: str, value: Any, slices: Any) -> bool:
-    """True if an attribute is as large as its slices say."""
+    """True if an attribute is as large as its slices say.
+
+    An attribute may be a dict or a list of values; its slices are then a dict or a list too.
+    """
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_nested:
             return False
