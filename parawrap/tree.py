@@ -384,7 +384,7 @@ def _take_apart(value: Any) -> tuple[Any, ...]:
             plain.append((name, type(part), part))
             continue
         names.append(Attribute(name))
-        # One leaf, which is cut by item. No entry of `in_dims` names this attribute
+        # One leaf, which is cut by item
         has_item_per_row = name == _ITEMS_OF_ROWS and isinstance(part, list)
         is_one_leaf = has_item_per_row and isinstance(value, UserDict)
         parts.append(WholeLeaf(part) if is_one_leaf else part)

@@ -116,7 +116,7 @@ class JoinRules:
         dim = self.out_dims if is_declared else self.dim
         if self.join != "cat" or not isinstance(dim, int):
             return None
-        return dim if dim >= 0 else None  # a `Joiner` reads negative dims, which are rare
+        return dim if dim >= 0 else None  # a `Joiner` takes outputs with a negative dim
 
     @cached_property
     def declared(self) -> Declared:

@@ -218,7 +218,7 @@ class _OwnNumbers:
                     "super().__iter__(), or give shard_loader a plain DataLoader"
                 )
                 raise TypeError(msg)
-            vars(self)["_has_drawn"] = True  # around a `__setattr__` of the user's class
+            vars(self)["_has_drawn"] = True
             yield batch
 
 
