@@ -114,12 +114,15 @@ class Moved(NamedTuple):
         part: The part of the argument.
         copied: The lane's copy.
         version: The version of the copy before the call.
+        node: The copy's node of autograd before the call. A write that autograd records gives the
+            copy another one.
     """
 
     leaf: int
     part: torch.Tensor
     copied: torch.Tensor
     version: int
+    node: torch.autograd.graph.Node | None
 
 
 class Loan(NamedTuple):
@@ -180,7 +183,7 @@ def lend(
             is_moved = copied is not part and isinstance(part, torch.Tensor)
             # An inference tensor has no version that shows a write
             if is_moved and not copied.is_inference():
-                moved.append(Moved(index, part, copied, version_of(copied)))
+                moved.append(Moved(index, part, copied, version_of(copied), copied.grad_fn))
     containers = [Contents.read(follow_path(call, path)) for path in paths]
     contents: dict[int, Sequence[Any]] = {}
     attributes: dict[int, dict[str, tuple[Any, int]]] = {}

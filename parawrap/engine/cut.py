@@ -51,7 +51,7 @@ _NEW_SHAPE = (
     "the model changed its shape in place, and each lane changed its own part. Use an out-of-place "
     "operation, such as unsqueeze or reshape"
 )
-# Names of the nodes of autograd that made the parts. Any other node is a write of forward
+# Names of the nodes of autograd that made the parts here. Any other node is a write of forward
 _COPIES = ("SplitWithSizes", "CloneBackward")
 _MOST_PLANS = 1024  # for loaders with many sizes; a guess that no test has contradicted
 
@@ -313,39 +313,39 @@ class ShardPlan:
             if id(parts) in done or argument.is_inference():
                 continue
             done.add(id(parts))
-            now = self._read_written(index, parts, by_lane)
-            if now is not None:
+            written = self._read_written(index, parts, by_lane)
+            if written is not None:
                 self._refuse_whole(index)
-                self._write_parts(index, argument, now)
+                self._write_parts(index, argument, written)
 
     def _read_written(
         self, index: int, parts: Sequence[torch.Tensor], by_lane: Sequence[dict[int, Moved]]
-    ) -> list[torch.Tensor] | None:
+    ) -> _Written | None:
         """Return the parts of a leaf as they are now; None if no lane wrote its part."""
         is_cut = index in self.cut_tensors
-        is_written = False
+        is_written = is_recorded = False
         now: list[torch.Tensor] = []
         for part, moved_leaves in zip(parts, by_lane, strict=True):
             moved = moved_leaves.get(index)
             if moved is not None:
                 now.append(moved.copied)
                 is_part_written = _is_written(moved)
+                has_new_node = moved.copied.grad_fn is not moved.node
             else:
                 now.append(part)
                 # A part that stayed here was copied for this call, so its version was 0
                 is_part_written = is_cut and version_of(part) > 0
+                node = part.grad_fn
+                has_new_node = node is not None and not node.name().startswith(_COPIES)
             is_written = is_written or is_part_written
-        return now if is_written else None
+            is_recorded = is_recorded or has_new_node
+        return _Written(now, is_recorded) if is_written else None
 
-    def _write_parts(
-        self, index: int, argument: torch.Tensor, parts: Sequence[torch.Tensor]
-    ) -> None:
+    def _write_parts(self, index: int, argument: torch.Tensor, written: _Written) -> None:
         """Write parts into an argument. Autograd records it if it recorded a write of a lane."""
-        nodes = [part.grad_fn for part in parts if part.grad_fn is not None]
-        is_recorded = any(not node.name().startswith(_COPIES) for node in nodes)
-        record_use(parts)
-        with torch.set_grad_enabled(is_recorded):
-            at_home = [transfer(part, argument.device) for part in parts]
+        record_use(written.parts)
+        with torch.set_grad_enabled(written.is_recorded):
+            at_home = [transfer(part, argument.device) for part in written.parts]
             if len(at_home) == 1:
                 (joined,) = at_home
             else:
@@ -367,6 +367,18 @@ class ShardPlan:
 
     def _name(self, index: int) -> str:
         return address_in_call(self.spec.paths()[index])
+
+
+class _Written(NamedTuple):
+    """The parts of a tensor of which lanes have written one or more.
+
+    Attributes:
+        parts: The parts of all lanes, as they are now.
+        is_recorded: True if autograd recorded a write.
+    """
+
+    parts: Sequence[torch.Tensor]
+    is_recorded: bool
 
 
 def _is_written(moved: Moved) -> bool:

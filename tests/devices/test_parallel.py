@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from parawrap import ReplicaError, parallel
 from tests import simdevice
@@ -154,6 +155,33 @@ def test_outputs_on_the_models_device(home):
             assert output["tables"] == (model.bias, model.weight)
     with torch.no_grad(), parallel(model, SIMS, join="list"):
         assert devices_of([output["loss"] for output in model(x)]) == [home] * 4
+
+
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("home", ["sim:0", "cpu"])
+def test_writes_into_inputs_with_gradients(home, records):
+    """A write into rows on other devices reaches the input. Its gradient counts the write if
+    autograd recorded it; an input that requires gradients may be written without.
+    """
+
+    class Triple(nn.Linear):
+        def forward(self, x):
+            with torch.set_grad_enabled(records):
+                x.mul_(3)
+            return super().forward(x)
+
+    model = Triple(4, 2).to(home)
+    results = []
+    for devices in SIMS[:2], None:
+        start = torch.ones(9, 4, device=home, requires_grad=True)
+        x = start * 2 if records else start
+        if devices is None:
+            y = model(x)
+        else:
+            with parallel(model, devices):
+                y = model(x)
+        results.append((x, y, *torch.autograd.grad(y.sum() + x.sum(), start)))
+    assert_close(*results)
 
 
 def test_whole_tensors_are_copied_once():
