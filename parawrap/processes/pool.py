@@ -581,8 +581,9 @@ class Pool:
         # Ranks that wait for one which takes part go on when it comes, however late
         are_some_absent = len(running) < len(self._members.all)
         do_all_wait = all(each.looked and each.looked.waits_s >= STUCK_S for each in running)
-        # With none running, other ranks still take the globals that came with the call
-        if running and are_some_absent and do_all_wait and now - call.departed_at >= STUCK_S:
+        # Without a running rank, the call lasts until the others have loaded its globals
+        can_be_deadlocked = bool(running) and are_some_absent and do_all_wait
+        if can_be_deadlocked and now - call.departed_at >= STUCK_S:
             self._end_waits(call)
             return
         is_one_idle = any(each.looked and each.looked.idle_s >= STILL_S for each in running)

@@ -39,28 +39,25 @@ def test_waiting_for_a_returned_rank(monkeypatch):
         assert opened(all_sum) == (2.0, 2.0)
 
 
-def test_ranks_may_load_globals_slowly(monkeypatch):
-    """Ranks that were not called take the globals of a call however long that takes them."""
-    monkeypatch.setattr("parawrap.processes.pool.STUCK_S", 0.3)
-    monkeypatch.setattr("parawrap.processes.pool._POLL_S", 0.1)
+class SlowInRankOne:
+    """An argument that rank 1 takes a while to unpickle."""
 
-    class Table:
-        def __init__(self):
-            self.rows = 3
+    def __reduce__(self):
+        return _make_slowly, ()
 
-        def __setstate__(self, state):
-            self.__dict__.update(state)
-            if my_rank() == 1:
-                time.sleep(1.5)  # longer than STUCK_S
 
-    table = Table()
+def _make_slowly():
+    if my_rank() == 1:
+        time.sleep(3)
+    return SlowInRankOne()
 
-    def count_rows():
-        return table.rows
 
+def test_a_rank_that_loads_slowly_waits_for_none(monkeypatch):
+    """A call of one rank is no deadlock while another rank loads the globals that come with it."""
+    monkeypatch.setattr("parawrap.processes.pool.STUCK_S", 0.5)
     with ranks().open() as opened:
-        assert opened[0](count_rows) == 3
-        assert opened(count_rows) == (3, 3)
+        assert opened[0](lambda _: my_rank(), SlowInRankOne()) == 0
+        assert opened(all_sum) == (2.0, 2.0)
 
 
 # -- deaths
