@@ -363,7 +363,7 @@ class RanksRun(PoolRun):
 
     def _run_ranks(self, pool: Pool) -> Ending | None:
         """Supervise the ranks. Return how they ended; None if they were closed."""
-        pool.owned = self.script.note_owned
+        pool.note_owned = self.script.note_owned
         ending = pool.set_up()
         if not ending.is_success:
             return ending
@@ -429,7 +429,7 @@ class RanksRun(PoolRun):
     def _forget(self, request: RanksCall) -> None:
         """Forget what a call should have brought to all ranks. Refuse the calls that rely on it."""
         self.script.forget(request.packed)
-        if not request.packed.is_news:  # no later call relies on it
+        if not request.packed.brings_definitions:  # no later call relies on it
             return
         for later in list(self._queue):
             self.script.forget(later.packed)

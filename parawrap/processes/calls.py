@@ -33,7 +33,7 @@ class Call:
     outcomes: dict[int, Outcome] = field(default_factory=dict)  # of the ranks that have ended it
     # ranks that get its globals, and have not answered
     others: set[int] = field(default_factory=set)
-    number: int = 0  # from 1, once it was sent; the set-up has number 0
+    number: int = 0  # from 1, once it was sent; that of the set-up stays 0, which is `SET_UP`
     generation: int | None = None  # of the process groups that the ranks join before it
     unloaded: set[int] = field(default_factory=set)  # ranks that did not unpickle it
     error: OSError | None = None  # why this process could not take an answer
@@ -41,7 +41,7 @@ class Call:
     is_deadlocked: bool = False  # its ranks waited for ranks that do not take part
     has_hint: bool = False  # that a rank is idle was logged
     began_at: float = 0.0
-    departed_at: float = 0.0  # when the last rank ended the call; the begin of the call before
+    departed_at: float = 0.0  # when a rank last ended the call; at first, when the call began
     last_sign: float = 0.0  # when a rank last wrote output, made progress, or ended the call
     looked_at: float = 0.0  # when the pool last looked at the ranks
 

@@ -22,7 +22,7 @@ from parawrap.processes.fork_server import EXITED, STARTED, STATUS, Connections
 from parawrap.processes.main_thread import Status
 from parawrap.processes.outcomes import Died, Ended, Outcome
 from parawrap.processes.output import Transcript
-from parawrap.processes.rank_process import Assignment
+from parawrap.processes.rank_process import FORCED, Assignment
 from parawrap.processes.wire import NEWS, Message, Wire
 
 # For the server to report the end of killed ranks. A guess that no test has contradicted
@@ -255,14 +255,15 @@ class Members:
         member.record += data
         if len(member.record) < STATUS.size:  # TCP may deliver it in parts
             return
-        (word, number), member.record = STATUS.unpack(member.record), b""
+        word, number = STATUS.unpack(member.record)
+        member.record = b""
         if word == STARTED:
             member.pid = number
             if self._has_killed:  # before the number was known
                 self._starter.kill(member.rank, number)
         elif word == EXITED:
             self._on_exit(member, number)
-        else:
+        else:  # FAILED
             self.lost = f"the process of rank {member.rank} cannot be forked: {os.strerror(number)}"
             self.end()
 
@@ -279,13 +280,13 @@ class Members:
 
     def death_of(self, member: Member, code: int | None, lost_with: str = "") -> Outcome:
         """Return how a rank has ended that did not answer."""
-        # A rank exits with 1 after an order. None: its exit code was lost with the server
-        by_order = self.is_ending and code in (None, 1, -signal.SIGTERM)
+        # SIGTERM ends workers, which have no handler. None: the code was lost with the server
+        by_order = self.is_ending and code in (None, FORCED, -signal.SIGTERM)
         by_force = self._has_killed and code == -signal.SIGKILL
         # A rank could not be forked, and the others end because of it
         because_of_another = bool(self.lost)
         is_expected = by_order or by_force or because_of_another
-        if is_expected and not lost_with:
+        if is_expected and not lost_with:  # a lost node is an error at any time
             return Ended(time.time())
         words = member.transcript.last_words()
         return Died(time.time(), member.pid, code, last_words=words, lost_with=lost_with)

@@ -51,7 +51,7 @@ from parawrap.processes.outcomes import (
 )
 from parawrap.processes.output import Transcript
 from parawrap.processes.process_groups import LINGER_S
-from parawrap.processes.rank_process import Answer, Assignment, CallHead
+from parawrap.processes.rank_process import SET_UP, Answer, Assignment, CallHead
 from parawrap.processes.wire import LOST, Letter, Message, Wire
 
 STILL_S = 60.0
@@ -94,7 +94,8 @@ class Pool:
         events: What the pool waits for.
         idle_deaths: How ranks that stay have died between two calls.
         preempted: True if the ranks were ordered to save and exit.
-        owned: Called with the globals that functions of a rank have assigned, and have deleted.
+        note_owned: Called with the globals that functions of a rank have assigned, and have
+            deleted.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Pool:
         # Four looks within `hang_s`: a call that hangs is ended a quarter late at most
         self._look_s = _POLL_S if hang_s is None else min(_POLL_S, hang_s / 4)
         self._call: Call | None = None  # that runs
-        self._number = 0  # of the last call
+        self._number = SET_UP  # of the last call
         self._generation = 0  # of the process groups
         self._has_groups = False
         self._must_regroup = False
@@ -135,7 +136,7 @@ class Pool:
         self._place_requests: list[Latch] = []
         self.idle_deaths: dict[int, Outcome] = {}
         self.preempted = False
-        self.owned: Callable[[list[Any], list[Any]], None] = lambda *_: None
+        self.note_owned: Callable[[list[Any], list[Any]], None] = lambda *_: None
 
     # -- any thread
 
@@ -233,8 +234,8 @@ class Pool:
         number = self._number + 1
         generation = self._generation + 1 if self._must_regroup else None
         # Ranks that do not run the call take what later calls rely on
-        has_news = packed.is_news or call.changes is not None or self._must_regroup
-        needs_all = self._stays and has_news
+        concerns_all = packed.brings_definitions or call.changes is not None or self._must_regroup
+        needs_all = self._stays and concerns_all
         members = [each for each in self._members.all if needs_all or each.rank in call.ranks]
         # Slabs pay when they are used again. A file is written once for all ranks
         fits_slabs = self._stays and len(members) * block.size <= _MOST_COPIED
@@ -290,13 +291,15 @@ class Pool:
             member.transcripts = [member.transcript]
             if member.rank in call.transcripts:
                 member.transcripts.append(call.transcripts[member.rank])
-            if member.has_exited:  # between two calls, and no report follows
+            # It died between two calls: the report with its exit code has come, and none follows
+            if member.has_exited:
                 call.others.discard(member.rank)
                 self._settle(member, self._members.death_of(member, None))
 
     def has_ended(self, call: Call) -> bool:
         """True once all ranks of the call have ended it, or are gone."""
         is_settled = len(call.outcomes) >= len(call.ranks) and not call.others
+        # Also if `cancel` came before the start: then ranks have no processes, and never settle
         return is_settled or (self._members.is_cancelled and self._members.is_over)
 
     def finish(self, call: Call) -> Ending:
@@ -327,7 +330,7 @@ class Pool:
             {member.rank: member.place for member in self._members.all},
             stacks=self._stacks,
             timed_out=self._timed_out,
-            at=last_places,
+            last_places=last_places,
             deadlocked=call.is_deadlocked,
             cancelled=call.is_cancelled or (is_cancelled and not lost),
             lost=lost,
@@ -373,7 +376,7 @@ class Pool:
             self._interrupt(by_user=True)
 
     def preempt(self) -> None:
-        """Order the ranks to save and exit, after `fork`.
+        """Order the ranks to save and exit.
 
         Ranks that still run after ``grace_s`` are ended.
 
@@ -387,7 +390,7 @@ class Pool:
         self.preempted = True
         self._timers[self.end] = time.monotonic() + self._grace_s
         # During the set-up all ranks: those that have ended it will run the first call
-        asked = self._running() if self._number > 0 else self._members.all
+        asked = self._members.all if self._number == SET_UP else self._running()
         self._unanswered = {member.rank for member in asked}
         for member in asked:
             self._members.tell(member, "preempt")
@@ -433,7 +436,7 @@ class Pool:
         if self.events.is_lent and self.has_ended(call):
             self.events.wake_caller()
         now = call.last_sign = call.departed_at = time.monotonic()
-        if call.number > 0:
+        if call.number != SET_UP:  # a rank that is set up still takes part in the agreement
             self._agree_on_checkpoint(member.rank)
         if self.is_ending:
             return
@@ -455,7 +458,7 @@ class Pool:
         """End the call in the ranks that still run it. Processes that do not stay end too."""
         call = self._call
         assert call is not None
-        if not self._stays or call.number == 0:
+        if not self._stays or call.number == SET_UP:
             self.end()
             return
         if self.is_ending:
@@ -467,7 +470,9 @@ class Pool:
         call.halt = Halt(by_user, has_broken=before is not None and before.has_broken)
         now = time.monotonic()
         self._timers.pop(self._interrupt, None)  # which waited for the original failure
-        self._timers[self._break_connections] = self._timers[self._look] = now + _BREAK_S
+        self._timers[self._break_connections] = now + _BREAK_S
+        # Then too: the answers show which ranks have caught the interrupt
+        self._timers[self._look] = now + _BREAK_S
         if by_user:  # after a failure, `_look` decides: C code may take its time
             self._timers[self._lose] = now + max(self._grace_s, 2 * _BREAK_S)
         for member in self._running():
@@ -478,7 +483,8 @@ class Pool:
 
         Once all have, send them the call that returns True.
         """
-        if self._unanswered == {rank}:  # the last one
+        is_last = self._unanswered == {rank}
+        if is_last:
             step = max(member.steps for member in self._members.all)
             for member in self._members.all:
                 self._members.tell(member, "checkpoint", step)
@@ -534,7 +540,7 @@ class Pool:
             self._stacks = {member.rank: _NO_ANSWER for member in self._running()}
             for member in self._running():
                 self._ask(member, "stacks")
-        if not self._stacks:
+        if not self._stacks:  # no rank runs a call, so no answer follows
             _set_all(self._stack_requests)
 
     def _ask_for_places(self, have_arrived: Latch) -> None:
@@ -566,7 +572,7 @@ class Pool:
         if call.halt is not None:
             if any(ignores_halt(member, call.number, call.halt) for member in running):
                 self._timers.setdefault(self._lose, now + self._grace_s)
-        elif call.number > 0:  # the limits are those of the function, not of the set-up
+        elif call.number != SET_UP:  # the limits are those of the function
             self._judge(call, running, now)
         for member in running:
             self._ask(member, "look")
@@ -633,7 +639,7 @@ class Pool:
                 waits_for_stacks = self._end_without_stacks in self._timers
                 if waits_for_stacks:
                     self.end()
-        elif word == "answered":
+        elif word == "steps":
             member.steps = body
             self._agree_on_checkpoint(member.rank)
 
@@ -641,7 +647,8 @@ class Pool:
         self._members.drain(member)  # what the function has printed belongs to this call
         member.operations = answer.operations
         if answer.owned is not None:
-            self.owned(*answer.owned)
+            assigned, deleted = answer.owned
+            self.note_owned(assigned, deleted)
         call = self._call
         if call is None or answer.number != call.number:  # of an earlier call
             return
@@ -652,7 +659,7 @@ class Pool:
         if isinstance(outcome, Returned):
             call.error = call.error or message.error
             outcome = Returned(outcome.at, message.block, answer.item)
-            is_last = not self._stays and call.number > 0
+            is_last = not self._stays and call.number != SET_UP
             if is_last:  # without its process, collectives of the others raise an error
                 drop = partial(self._members.drop, member.wire)
                 self._timers[drop] = time.monotonic() + LINGER_S

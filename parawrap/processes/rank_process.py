@@ -50,8 +50,13 @@ from parawrap.processes.script_globals import ScriptOfRank
 from parawrap.processes.settings import ChangedSettings, Settings
 from parawrap.processes.wire import Message, Wire
 
+SET_UP = 0
+"""The number of the set-up, which is the first call. Those of functions count from 1."""
+
 _REACTION_S = 3.0  # a collective ends with an error when the process of a failed rank has ended
-_FORCED = 1  # the exit code of a rank that its control thread ended
+FORCED = 1
+"""The exit code of a rank that has followed an order to end."""
+
 _kept: list[Any] = []  # until the process exits
 
 
@@ -77,7 +82,7 @@ class Assignment:
 class CallHead(NamedTuple):
     """The part of a call that is not pickled as the user's values."""
 
-    number: int  # from 1; the set-up has number 0
+    number: int  # from 1
     changes: ChangedSettings | None  # of the script's settings, for ranks that stay
     is_for_this_rank: bool  # False if the rank only takes the globals that come with the call
     # of the process groups to join before the call; None keeps those of the rank
@@ -88,7 +93,7 @@ class CallHead(NamedTuple):
 class Answer(NamedTuple):
     """The part of an answer that is not pickled as the user's values."""
 
-    number: int  # of the call
+    number: int  # of the call; `SET_UP` for that of the set-up
     outcome: Outcome  # the value travels next to it
     # globals that functions of this rank have assigned, and have deleted
     owned: tuple[list[Any], list[Any]] | None
@@ -107,12 +112,12 @@ def run_rank(data: socket.socket, control: socket.socket, streams: Sequence[int]
     wire = Wire(data, waits=True)
     message = wire.receive()
     if message is None:  # the launching process died, or ended the launch before its start
-        os._exit(_FORCED)
+        os._exit(FORCED)
     assignment: Assignment = message.body
     orders = Control(Wire(control, waits=True), assignment.grace_s)
     with contextlib.suppress(EndOrdered):  # between two calls
         return _CallLoop(wire, orders, assignment).run()
-    return _FORCED
+    return FORCED
 
 
 def _start_session(streams: Sequence[int]) -> None:
@@ -185,8 +190,8 @@ class _CallLoop:
             self._assignment.settings.apply()
             if os.environ.get("PYTHONUNBUFFERED"):
                 _open_streams(is_buffered=False)
-            if not self._answer(0, partial(self._assignment.set_up, self._control.preemption)):
-                return _FORCED
+            if not self._answer(SET_UP, partial(self._assignment.set_up, self._control.preemption)):
+                return FORCED
             if self._assignment.serve is not None:
                 self._assignment.serve(self._wire)
                 return 0
@@ -197,7 +202,7 @@ class _CallLoop:
                 if head.changes is not None:
                     head.changes.apply()
                 if not self._answer(head.number, partial(self._call, message, head)):
-                    return _FORCED
+                    return FORCED
                 del message  # with the memory of the arguments
             return 0
         finally:  # exit handlers follow, which an order to end may not interrupt
@@ -257,7 +262,7 @@ class _CallLoop:
                 outcome = Ended(time.time())
             else:
                 outcome = self._outcome_of(error)
-                is_set_up = number > 0
+                is_set_up = number != SET_UP
                 goes_on = goes_on and is_set_up and isinstance(outcome, Raised)
         owned = self._script.changes() if self._assignment.stays else None
         with contextlib.suppress(Exception):
@@ -348,6 +353,7 @@ class Control:
         self._has_handled_end.set()
         if self.is_leaving:
             return
+        # Once: a second signal must not interrupt the clean-up of the function
         has_raised = self._is_ending and self._running is None
         if not has_raised:
             self._is_ending = True
@@ -364,7 +370,7 @@ class Control:
                 threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
             )
         finally:
-            os._exit(_FORCED)
+            os._exit(FORCED)
 
     def _follow(self, word: str, body: Any) -> None:
         if word == "look":
@@ -379,7 +385,7 @@ class Control:
         elif word == "break":
             break_links()
         elif word == "preempt":
-            self._wire.send("answered", self.preemption.hold_back())
+            self._wire.send("steps", self.preemption.hold_back())
         elif word == "checkpoint":
             self.preemption.decide(body)
 

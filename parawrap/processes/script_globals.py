@@ -94,8 +94,8 @@ class PackedCall(NamedTuple):
     kept: KeptFunction | None = None
 
     @property
-    def is_news(self) -> bool:
-        """False if ranks that do not run the call need nothing of it."""
+    def brings_definitions(self) -> bool:
+        """True if it brings its function or globals, which ranks take that do not run it too."""
         return isinstance(self.item, range)
 
 

@@ -28,7 +28,7 @@ def size_of_repeated_call(function, *args):
     for _ in range(3):
         packed = script.pack_call(function, args, {})
         script.note_sent(packed)
-    assert not packed.is_news
+    assert not packed.brings_definitions
     return packed.block.size
 
 
