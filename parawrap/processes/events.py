@@ -81,7 +81,7 @@ class Events:
         self._answers.register(
             self._caller_waker.file, selectors.EVENT_READ, self._caller_waker.clear
         )
-        self.is_lent = True
+        self.is_lent = True  # so that this registers the answers: the thread of the pool begins
         self.take_back()
 
     # Any thread
@@ -161,9 +161,9 @@ class Events:
 
     def _handle(self, selector: selectors.BaseSelector, until: float) -> None:
         wait_s = 0.0
-        if until > 0:
+        if until > 0:  # 0: handle what is ready, and return
             with self.lock:  # so that `wake_in_time` sees either no sleep or all of it
-                due_at = min(until, *self.timers.values(), NEVER)
+                due_at = min(until, min(self.timers.values(), default=NEVER))
                 if selector is self._selector:
                     self._wakes_at = due_at
             wait_s = min(max(0.0, due_at - time.monotonic()), _LONGEST_WAIT_S)

@@ -47,7 +47,8 @@ _ECHO = re.compile(
 )
 
 _CPP_LINE = re.compile(r"\[\S+\.(cc|cpp|h):\d+\]")
-_TORCH_RANKS = tuple(
+# With the code of torch for several ranks
+_TORCH_FOLDERS = tuple(
     str(Path(str(module.__file__)).parent)
     for module in (dist, torch.autograd, torch.nn.parallel)  # backward of DistributedDataParallel
 )
@@ -143,7 +144,7 @@ def _is_raised_by_torch(error: BaseException, text: str) -> bool:
     while trace.tb_next is not None:
         trace = trace.tb_next
     code = trace.tb_frame.f_code
-    if code.co_filename.startswith(_TORCH_RANKS):
+    if code.co_filename.startswith(_TORCH_FOLDERS):
         return True
     return dis.opname[code.co_code[trace.tb_lasti]] not in _RAISING
 
@@ -156,8 +157,9 @@ class Returned:
     """The function returned."""
 
     at: float
-    value: memoryview | bytes = field(repr=False)  # the block
-    item: Any = field(default=None, repr=False)  # of the value in it; None: all of it was packed
+    value: memoryview | bytes = field(repr=False)  # a block with the value
+    # of the value in the block; None if the block is a `Packed` value, as in files of Slurm
+    item: Any = field(default=None, repr=False)
     summary: ClassVar[str] = "returned"
 
     def load(self) -> Any:
@@ -197,8 +199,8 @@ class Died:
     @property
     def summary(self) -> str:
         """How the rank died, to complete a sentence that starts with the rank's name."""
-        if self.signal is not None:
-            return exit_text(self.code or 0)
+        if self.code is not None and self.code < 0:
+            return exit_text(self.code)
         if self.by_sys_exit:
             return f"called sys.exit({self.code}) and returned nothing"
         if self.lost_with:
@@ -293,7 +295,7 @@ class Ending:
     stacks: Mapping[int, str] = field(default_factory=dict)  # at a time limit or a deadlock
     timed_out: str = ""  # the time limit that ended the call
     # the line of user code at which each rank was seen last
-    at: Mapping[int, str] = field(default_factory=dict)
+    last_places: Mapping[int, str] = field(default_factory=dict)
     # it was ended because its ranks waited for ranks that do not take part
     deadlocked: bool = False
     cancelled: bool = False
@@ -431,7 +433,7 @@ def _error_with_stacks(name: str, ending: Ending) -> LaunchError:
     """Return the error of a call that was ended at a time limit or in a deadlock."""
     stacks = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(ending.stacks.items()))
     if ending.timed_out:
-        where = f": {describe_places(ending.at)}" if ending.at else ""
+        where = f": {describe_places(ending.last_places)}" if ending.last_places else ""
         msg = f"{name} was {ending.timed_out}; its ranks were ended{where}. Their stacks:\n{stacks}"
         return LaunchTimeoutError(msg, stacks=dict(ending.stacks))
     returned = ", ".join(
