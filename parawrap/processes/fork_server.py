@@ -52,11 +52,17 @@ from parawrap.processes.process_groups import store_folders
 from parawrap.processes.rank_process import leave, run_rank
 
 STATUS = struct.Struct("<ci")
+# Words of a status pipe
 STARTED = b"s"  # with the process id
 FAILED = b"f"  # with the errno of the failed fork
 EXITED = b"e"  # with the exit code, or the negative signal number
-CONTINUE = b"c"  # a request to continue keepers that something has stopped
-WITH_TRACKER = b"t"  # a request that also brings the connection to the script's resource tracker
+# Requests to the server
+FORK = b"f"  # with the files of a rank
+FORK_WITH_TRACKER = b"t"  # also with a connection to the script's resource tracker
+CONTINUE = b"c"  # to continue keepers that something has stopped
+# Between the server and a keeper: files need a byte with which they travel
+_KEEP = b"k"  # with the files of a rank
+_HAS_ENDED = b"i"  # nothing of the rank is left, and the keeper is idle
 
 _PRELOADABLE = ("torch._dynamo", "torch._inductor.config")
 """Modules that many ranks import, at about a second each. The server imports them once a rank has.
@@ -136,7 +142,7 @@ class _Server:
         if "numpy" in sys.modules:  # torch imports numpy; each rank seeds this module
             importlib.import_module("numpy.random")
         self._freeze()
-        gc.enable()
+        gc.enable()  # `ForkServer` has disabled it for the imports
 
     def run(self) -> None:
         kill_at = NEVER
@@ -160,7 +166,9 @@ class _Server:
                 self._wanted.update(os.read(self._woken, 4096))
                 self._reap()
             # Before a request: a keeper says that it is idle before the end of its rank is known
-            if self._note_idle() and self._wanted:
+            has_rank_ended = self._note_idle()
+            # Not before: while the rank exits, an import would take a processor from it
+            if has_rank_ended and self._wanted:
                 self._load()
             if is_open and self._requests.fileno() in ready:
                 is_open = self._take_request()
@@ -187,7 +195,7 @@ class _Server:
             for pid in self._keepers:
                 send_signal(os.kill, pid, signal.SIGCONT)
         else:
-            n_sent = _SENT_FILES + 1 if request == WITH_TRACKER else _SENT_FILES
+            n_sent = _SENT_FILES + 1 if request == FORK_WITH_TRACKER else _SENT_FILES
             # Else the kernel dropped descriptors: this process has reached its limit on open files.
             # The launching process sees that the pipes are closed
             if len(files) == n_sent:
@@ -201,10 +209,11 @@ class _Server:
         while self._idle:
             # Something may have killed this keeper: then the next one gets the request
             with contextlib.suppress(OSError):
-                socket.send_fds(self._keepers[self._idle.pop()], [b"k"], files)
+                socket.send_fds(self._keepers[self._idle.pop()], [_KEEP], files)
                 return
         try:
-            socket.send_fds(self._keepers[self._fork_keeper(files)], [b"k"], files)
+            pid = self._fork_keeper(files)
+            socket.send_fds(self._keepers[pid], [_KEEP], files)
         except OSError as error:
             # Not again: at a limit of the system, another keeper would fail too
             _report(files[0], FAILED, error.errno or errno.EAGAIN)
@@ -349,7 +358,7 @@ class _Keeper:
         # In this order: the launching process may send a request once the pipe is closed, and the
         # server finds this keeper idle then
         with contextlib.suppress(OSError):  # the server has ended
-            self._requests.send(b"i")
+            self._requests.send(_HAS_ENDED)
         os.close(status)
 
     def _become_rank(self, files: list[int]) -> NoReturn:
@@ -373,6 +382,7 @@ class _Keeper:
         # Open until this process exits
         connections = socket.socket(fileno=data), socket.socket(fileno=control)
         code = run_rank(*connections, (stdout, stderr))
+        # Each number is one byte
         imported = bytes(i for i, name in enumerate(_PRELOADABLE) if name in sys.modules)
         with contextlib.suppress(OSError):  # the server has ended
             os.write(self._waker, imported)
@@ -546,9 +556,9 @@ class ForkServer:
                 # own would remove what they have only used
                 tracker = tracker_connection()
                 if tracker is None:
-                    socket.send_fds(self._socket, [b"f"], files)
+                    socket.send_fds(self._socket, [FORK], files)
                 else:
-                    socket.send_fds(self._socket, [WITH_TRACKER], (*files, tracker))
+                    socket.send_fds(self._socket, [FORK_WITH_TRACKER], (*files, tracker))
             except OSError as error:
                 raise LaunchError(self._refusal(rank, error)) from error
             connections = Connections(self._place, data, control, status, (stdout, stderr))

@@ -89,7 +89,8 @@ class NodeActor:
                 each.settimeout(None)
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 each.sendall(token + rank.to_bytes(4, "little") + bytes([kind]))
-            # A request of the server: fork a rank with these connections. It gets duplicates
+            # A request of the server: fork a rank with these connections. It gets duplicates. This
+            # is FORK of `fork_server.py`, which this file cannot import
             socket.send_fds(self._requests, [b"f"], [each.fileno() for each in connections])
             for each in connections:
                 each.close()
