@@ -40,7 +40,7 @@ _MOST_REFUSED = 64  # parts that are searched for an address; a guess: it takes 
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 _DESCRIPTORS_IN_C = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _CACHED: Any = type(functools.cache(len))
-# also of higher order
+# An operator, and the private base of its overloads and of operators of higher order
 _OPERATORS: Any = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor).__bases__[0])
 
 
@@ -145,11 +145,10 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _storage, (pickle.PickleBuffer(_bytes_of(obj)),)
         if (name := _name_of(obj)) is not None:
             return resolve_name, (name,)
-        # For its registration, if other processes cannot import the module: cloudpickle reads it
         if isinstance(obj, types.ModuleType):
-            _goes_by_value(obj.__name__)
+            _register_unimportable(obj.__name__)
         elif isinstance(obj, (type, types.FunctionType)):
-            _goes_by_value(obj.__module__)
+            _register_unimportable(obj.__module__)
         if isinstance(obj, type) and obj in received_classes:
             return _class_sent_before, (id_of_class[obj], obj.__qualname__)
         if (reason := reason_to_refuse(obj)) is not None:
@@ -225,11 +224,8 @@ _checked: set[str] = set()
 _unimportable: set[str] = set()  # those that parawrap has registered to go by value
 
 
-def _goes_by_value(name: str) -> bool:
-    """True if a module's definitions are pickled by value.
-
-    Other processes cannot import it, or the user has registered it or a package that has it.
-    """
+def _register_unimportable(name: str) -> None:
+    """Have cloudpickle send a module by value if other processes cannot import it."""
     if name in sys.modules and name not in _checked:
         # A signal handler that raises in a finder would look as if the module could not be found
         held = HeldSignals(lambda: None)
@@ -240,6 +236,14 @@ def _goes_by_value(name: str) -> bool:
             _checked.add(name)
         finally:
             held.end()
+
+
+def _goes_by_value(name: str) -> bool:
+    """True if a module's definitions are pickled by value.
+
+    Other processes cannot import it, or the user has registered it or a package that has it.
+    """
+    _register_unimportable(name)
     return name == "__main__" or is_among(name, cloudpickle.list_registry_pickle_by_value())
 
 
@@ -371,7 +375,7 @@ def _reduce_exception(error: BaseException, *, replaces: bool) -> Any:
         _new_exception(type(error), base, made_from)
     except TypeError:
         return error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    state: dict[str, Any] = dict(*given)
+    state: dict[str, Any] = dict(*given)  # of the attributes, if there are any
     own = object.__getstate__(error)
     if isinstance(own, tuple):
         _, slots = own  # the attributes in slots; the others are in `state` already
