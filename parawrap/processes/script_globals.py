@@ -1,6 +1,7 @@
 """The globals of functions that travel by value, in the launching process and in ranks that stay.
 
-A function keeps its globals in the rank, whatever module it is in. They follow three rules:
+A function keeps its globals in the rank, whatever module it is in. The globals of one module, or of
+one dict of `exec`, are a space: both processes refer to it by the same key. There are three rules:
 
 1. A call brings the globals that its functions use, if they are bound to another object here than
    at the last call. Small lists, dicts, and sets are also brought if their contents changed. A
@@ -72,7 +73,7 @@ _WRAPPERS = (
 _WRAPPED = ("func", "dispatcher", "args", "keywords", "__func__", "__self__", "fget", "fset")
 
 Name = tuple[str, str]
-"""The key of a function's globals, and a name in them. The key of ``__main__`` is its name."""
+"""The key of a space, and a name in it. The key of ``__main__`` is its name."""
 
 
 class PackedCall(NamedTuple):
@@ -99,10 +100,10 @@ class PackedCall(NamedTuple):
         return isinstance(self.item, range)
 
 
-class _Space(NamedTuple):
-    """The globals of functions, and the key that they have in the ranks."""
+class _KnownSpace(NamedTuple):
+    """A space, and its key."""
 
-    key: str
+    space: str
     globals_: dict[str, Any]  # alive, so that no other dict gets its id
 
 
@@ -121,12 +122,12 @@ class SentScript:
 
     One thread uses it at a time.
 
-    `imports` is True for ranks that stay.
+    `imports` is True for ranks that stay: functions of a module that they can import use it there.
     """
 
     def __init__(self, *, imports: bool = False) -> None:
         self._imports = imports
-        self._spaces: dict[int, _Space] = {}  # by the id of the dict
+        self._known: dict[int, _KnownSpace] = {}  # by the id of the dict
         self._sent: dict[Name, Sent] = {}
         self._owned: set[Name] = set()  # globals that functions of the ranks have assigned
         self._kept = KeptFunctions()
@@ -141,7 +142,7 @@ class SentScript:
     ) -> PackedCall:
         """Pickle a call, with the globals that the ranks lack.
 
-        `bound_to` is the object of a bound method.
+        `bound_to` has the object of a bound method. It is empty for other functions.
 
         Raises:
             UnsendableError: If the function, an argument, or a global cannot be pickled.
@@ -164,7 +165,7 @@ class SentScript:
         if kept is not None:
             packer = Packer()
             items = packer.add(args, "args"), packer.add(kwargs, "kwargs")
-            # Others may have functions or classes of the script, which need its globals
+            # A range may have functions or classes of the script, which need its globals
             if not any(isinstance(item, range) for item in items):
                 return PackedCall((kept.key, *items), packer, kept=kept)
         kept = self._kept.make(function, parts)
@@ -229,11 +230,12 @@ class SentScript:
             self._sent.pop(name, None)
 
     def space_of(self, globals_: dict[str, Any]) -> str:
-        """Return the key of a function's globals."""
-        found = self._spaces.get(id(globals_))
-        if found is None:
-            found = self._spaces[id(globals_)] = _Space(self._make_key(globals_), globals_)
-        return found.key
+        """Return the key of the space that these globals of a function are."""
+        known = self._known.get(id(globals_))
+        if known is None:
+            known = _KnownSpace(self._make_key(globals_), globals_)
+            self._known[id(globals_)] = known
+        return known.space
 
     def _make_key(self, globals_: dict[str, Any]) -> str:
         name = str(globals_.get("__name__"))
@@ -243,7 +245,7 @@ class SentScript:
                 return _MAIN
             if self._imports and is_importable(name) and not is_among(name, self._by_value):
                 return _IMPORTED + name
-        # Dicts of `exec` may share a name, but no id: `_spaces` keeps them alive
+        # Dicts of `exec` may share a name, but no id: `_known` keeps them alive
         return f"{name} {id(globals_)}"
 
     def _follow_registrations(self) -> None:
@@ -256,8 +258,8 @@ class SentScript:
             return
         self._by_value = now
         # The key of a module's globals says how the module travels
-        for identity, space in list(self._spaces.items()):
-            self._spaces[identity] = space._replace(key=self._make_key(space.globals_))
+        for identity, known in list(self._known.items()):
+            self._known[identity] = known._replace(space=self._make_key(known.globals_))
         for name, sent in list(self._sent.items()):
             for definition in _definitions_in(sent.value):
                 module = _module_of(definition)
@@ -485,7 +487,7 @@ class _CallPickler(ValuePickler):
 
 # -- in the rank
 
-_spaces: dict[str, dict[str, Any]] = {}
+_spaces: dict[str, dict[str, Any]] = {}  # by key: those that the rank does not import
 
 
 def _globals_of(space: str) -> dict[str, Any]:
