@@ -73,10 +73,11 @@ def _make_without_hooks(make: Callable[..., type], *args: Any) -> type:
             for owner in _owners_of_hooks(bases):
                 hook = vars(owner)[_HOOK]
                 try:
-                    # past the metaclass, which may refuse to set attributes
+                    # A trial, which changes nothing. Past the metaclass, which may refuse it
                     type.__setattr__(owner, _HOOK, hook)
                 except TypeError:
                     continue  # a class in C
+                # Before the hook is replaced: Ctrl-C between the two lines does no harm
                 borrowed.append((owner, hook))
                 type.__setattr__(owner, _HOOK, _stand_in_for(hook, name))
             return make(*args)

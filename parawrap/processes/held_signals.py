@@ -34,7 +34,7 @@ class HeldSignals:
         if threading.get_ident() != threading.main_thread().ident:
             return
         # All are read before the first is replaced, so that `restore` knows them whatever raises.
-        # Others are ignored, or end the process, as they would in any C function
+        # Signals without a handler in Python are ignored, or end the process, and raise nothing
         for number in _HELD:
             if callable(before := signal.getsignal(number)):
                 self._before[number] = before

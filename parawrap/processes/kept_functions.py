@@ -108,7 +108,8 @@ def parts_of(function: Any) -> list[Any] | None:
     by_key = function.__kwdefaults__ or {}
     defaults = [*(function.__defaults__ or ()), *by_key, *by_key.values()]
     values = [*defaults, *_contents_of_cells(function)]
-    if not all(type(each) in PLAIN for each in values):  # also a variable that is not assigned yet
+    # Others may change in place. A variable may also be assigned later: `UNASSIGNED` is not plain
+    if not all(type(each) in PLAIN for each in values):
         return None
     if any(isinstance(each, (str, bytes)) and len(each) > _LARGEST_KEPT for each in values):
         return None

@@ -265,7 +265,11 @@ class Transcript:
     def last_line(self) -> str:
         """Return the last line of output that is not blank, without escape codes."""
         text = _ESCAPE_CODE.sub("", self.text(_LAST_LINE))
-        return next((line.strip() for line in reversed(_LINE_END.split(text)) if line.strip()), "")
+        for piece in reversed(_LINE_END.split(text)):  # lines, and their ends
+            line = piece.strip()
+            if line:
+                return line
+        return ""
 
     def last_words(self) -> str:
         """Return the end of the output."""

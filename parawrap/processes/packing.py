@@ -59,14 +59,14 @@ class _NotPlainError(Exception):
 class Packer(Block):
     """The block of one message that is being written.
 
-    The memory of values of up to `copied` bytes is copied at once, because the caller may write
-    into it before the message leaves.
+    Tensors of up to `copies_up_to` bytes, and all pickles unless it is 0, are copied at once: the
+    caller may write into their memory before the message leaves.
     """
 
-    def __init__(self, *, copied: float = 0) -> None:
+    def __init__(self, *, copies_up_to: float = 0) -> None:
         super().__init__()
         self._kept: list[torch.Tensor] = []  # their memory is in `parts`
-        self._copied = copied
+        self._copies_up_to = copies_up_to
 
     def add(self, value: Any, address: str) -> Any:
         """Add a value, and return its item.
@@ -105,7 +105,7 @@ class Packer(Block):
 
     def _copies_of(self, parts: Sequence[Any]) -> Sequence[Any]:
         """Return parts that the caller cannot change, if they are to be copied at once."""
-        if not self._copied:
+        if self._copies_up_to == 0:
             return parts
         return [bytes(part) for part in parts]  # which copies no part that is bytes already
 
@@ -123,7 +123,7 @@ class Packer(Block):
         # An address, and no view by numpy: that refuses bfloat16
         memory = (_byte * length).from_address(tensor.data_ptr())
         start = self._align()
-        if length > self._copied:
+        if length > self._copies_up_to:
             self._kept.append(tensor)  # ctypes does not keep the memory
             self.parts.append(memory)
         else:

@@ -122,7 +122,7 @@ class ChangedSettings:
 class Surroundings(NamedTuple):
     """The environment, the folder, and the import path of a process."""
 
-    raw: dict[bytes, bytes]
+    raw: dict[bytes, bytes]  # the environment as bytes: comparing it takes no decoding
     environ: dict[str, str]
     cwd: str
     path: list[str]

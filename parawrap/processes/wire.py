@@ -49,6 +49,7 @@ _FILE_ROOM = socket.CMSG_SPACE(array("i").itemsize)  # each message brings one f
 # Plain integers: an enum takes longer than the read. macOS lacks the first
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _TRUNCATED = int(socket.MSG_CTRUNC)
+_NUMBER = 8  # bytes of a number of a slab, in an array of the type "q"
 _MOST_NUMBERS = 1 << 12  # of slabs that one message names; others wait for the next
 # After these errors of this process the connection goes on. All others end it
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ETOOMANYREFS)
@@ -76,7 +77,7 @@ class Letter(NamedTuple):
 
     pieces: list[Any]
     file: int | None  # goes with the first piece
-    slab: int  # the number of the slab, or another place
+    place: int  # the number of a slab, `_IN_SOCKET`, or `_IN_FILE`
     is_new: bool  # the file is that of a new slab, and is closed once it has left
     released: list[int]
     retired: list[int]
@@ -190,9 +191,9 @@ class Wire:
         self._slabs.retired[:0] = letter.retired
         if letter.is_new:
             _close_new(letter)
-            self._slabs.forget(letter.slab)
-        elif letter.slab >= 0:
-            self._slabs.free(letter.slab)
+            self._slabs.forget(letter.place)
+        elif letter.place >= 0:  # a slab that the other end has
+            self._slabs.free(letter.place)
 
     def post(self, letter: Letter) -> bool:
         """Send a message as far as the socket takes it. Return False if the other end is closed.
@@ -292,7 +293,7 @@ class Wire:
         try:
             self._messages += self.read()
         except TimeoutError:
-            self._socket.settimeout(None)
+            self._socket.settimeout(None)  # first: a part of a message must not time out
             self.trim()
         finally:
             self._socket.settimeout(None)
@@ -350,12 +351,12 @@ class Wire:
         arrived = self._room[self._start : self._end]
         if len(arrived) >= _HEAD.size:
             head = _HEAD.unpack_from(arrived)
-            body_size, size, place, _, n_released, n_retired = head
-            before = 8 * (n_released + n_retired)  # bytes before the block
+            body_size, block_size, place, _, n_released, n_retired = head
+            before = _NUMBER * (n_released + n_retired)  # bytes before the block
             is_body_in_slab = place >= 0 and body_size > _LARGEST_INLINE
             if not is_body_in_slab:
                 before += body_size
-            needed = before + (size if place == _IN_SOCKET else 0)
+            needed = before + (block_size if place == _IN_SOCKET else 0)
             content = arrived[_HEAD.size : _HEAD.size + needed]
             if len(content) == needed:
                 message = self._open(head, content, is_own=False)
@@ -378,10 +379,10 @@ class Wire:
 
     def _open(self, head: tuple[Any, ...], content: memoryview, *, is_own: bool) -> Message:
         """Return a complete message. `is_own`: the content has memory of its own."""
-        body_size, size, place, is_new, n_released, n_retired = head
+        body_size, block_size, place, is_new, n_released, n_retired = head
         is_body_in_slab = place >= 0 and body_size > _LARGEST_INLINE
-        at = 8 * (n_released + n_retired)
-        if at:
+        at = _NUMBER * (n_released + n_retired)
+        if at > 0:
             numbers = array("q", bytes(content[:at]))
             self._slabs.take_back(numbers[:n_released], numbers[n_released:])
         pickled, block = content[at : at + body_size], content[at + body_size :]
@@ -389,11 +390,11 @@ class Wire:
             if place == _IN_FILE:
                 block = self._map_file()
             elif is_body_in_slab:
-                slab = self._read_slab(place, size + body_size, is_new=is_new)
-                block, pickled = slab[:size], slab[size:]
+                slab = self._read_slab(place, block_size + body_size, is_new=is_new)
+                block, pickled = slab[:block_size], slab[block_size:]
             elif place >= 0:
-                block = self._read_slab(place, size, is_new=is_new)
-            elif size and not is_own:  # the next read writes into the room
+                block = self._read_slab(place, block_size, is_new=is_new)
+            elif block_size > 0 and not is_own:  # the next read writes into the room
                 block = aligned_copy(block)
         except OSError as reason:
             said = reason.strerror or str(reason)
@@ -403,7 +404,7 @@ class Wire:
             word, body = pickle.loads(pickled)
             return Message(word, body, _EMPTY, error)
         word, body = pickle.loads(pickled)
-        return Message(word, body, block if size else _EMPTY)
+        return Message(word, body, block if block_size > 0 else _EMPTY)
 
     def _read_slab(self, number: int, size: int, *, is_new: bool) -> memoryview:
         file = None

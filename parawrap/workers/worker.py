@@ -147,7 +147,7 @@ class ModelServer:
         made, every call fails.
         """
         has_next = len(items) > 1
-        packer = Packer(copied=math.inf if has_next else 0)
+        packer = Packer(copies_up_to=math.inf if has_next else 0)
         try:
             if self._packed_model is not None:
                 self._make_model(unpack(self._packed_model))

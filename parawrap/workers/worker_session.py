@@ -537,8 +537,8 @@ class WorkerStream:
     def _open(self, form: Form) -> Request:
         batches = self._size.open(self._lanes.each_ns)
         # The caller may change a batch while the chunk waits for others: the packer copies it
-        copied = 0 if batches == 1 else MOST_BYTES
-        self._chunk = chunk = Request(form, Packer(copied=copied))
+        copies_up_to = 0 if batches == 1 else MOST_BYTES
+        self._chunk = chunk = Request(form, Packer(copies_up_to=copies_up_to))
         return chunk
 
     def read(self, call: StreamCall) -> Any:
