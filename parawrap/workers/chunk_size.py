@@ -34,7 +34,7 @@ class ChunkSize:
         self._most = _MOST
         if size.buffersize is not None:  # each lane has two messages
             self._most = max(1, size.buffersize // (2 * lanes))
-        self._left = size.total
+        self._left = size.total  # batches to come; None if it is unknown
         self._size = self._given or self._fit(each_ns)
         self._goal = 1  # batches of the open chunk
         self._until = 0  # the open chunk gets no more batches then
@@ -60,18 +60,18 @@ class ChunkSize:
                 self._goal = min(self._size, max(smallest, even))
         return self._goal
 
-    def is_full(self, batches: int, size: int) -> bool:
-        """True if the open chunk must be sent after another batch.
+    def note_batch(self, batches: int, n_bytes: int) -> bool:
+        """Note another batch of the open chunk. Return True if the chunk must be sent now.
 
         Args:
             batches: The number of its batches now.
-            size: The number of bytes of its tensors now.
+            n_bytes: The number of bytes of its tensors now.
         """
         if self._left is not None:
             self._left -= 1
         # The batches of a slow source do not wait for each other
         is_late = self._given is None and perf_counter_ns() > self._until
-        return is_late or batches >= self._goal or size > MOST_BYTES
+        return is_late or batches >= self._goal or n_bytes > MOST_BYTES
 
     def _fit(self, each_ns: float | None) -> int:
         if not each_ns:

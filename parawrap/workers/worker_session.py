@@ -283,7 +283,8 @@ class WorkerSession:
             if not call.kwargs and all(type(each) is torch.Tensor for each in call.args):
                 rows = cutter.rows(call.args)  # without a walk through containers
             else:
-                rows = cutter.whole(call.args, call.kwargs or {})[0].rows
+                plan, _ = cutter.whole(call.args, call.kwargs or {})
+                rows = plan.rows
         self._add(request, call, entry, rows)
 
     def finish(self, output: Any, call: WorkerCall) -> Any:
@@ -336,7 +337,8 @@ class WorkerSession:
         """
         self._is_closed = True
         atexit.unregister(self._end)
-        if self._end.detach() is not None and self.lanes.are_here:
+        is_first = self._end.detach() is not None
+        if is_first and self.lanes.are_here:
             # A callback runs in the thread that receives, and cannot wait for it
             if here.lane not in self.lanes.all:
                 self.lanes.wait(self.lanes.is_idle)
@@ -413,7 +415,9 @@ def _find_object(origins: Mapping[int, Any], value: Any) -> Any:
 
 
 def _is_on_cpu(leaf: Any) -> bool:
-    return getattr(leaf, "is_cpu", not isinstance(leaf, WholeLeaf))
+    if isinstance(leaf, WholeLeaf):  # its tensors may be anywhere
+        return False
+    return getattr(leaf, "is_cpu", True)
 
 
 # Streams of whole calls
@@ -494,7 +498,7 @@ class WorkerStream:
             session.add_whole(chunk, call, entry)
         except Exception as error:  # noqa: BLE001
             return make_failed_future(error, tell)
-        if self._size.is_full(len(chunk.calls), chunk.packer.size):
+        if self._size.note_batch(len(chunk.calls), chunk.packer.size):
             self.flush()
         return call
 
@@ -526,7 +530,10 @@ class WorkerStream:
             self._lanes.wait(is_done)
 
     def wait_for_some(self, _: Collection[Pending], /) -> int:
-        """Wait for nothing: a message has the outputs of several batches."""
+        """Wait for nothing: a message has the outputs of several batches.
+
+        Return 1: one output may be read before the next call.
+        """
         return 1
 
     def end(self) -> None:
