@@ -41,7 +41,7 @@ from parawrap.processes.pickling import Packed
 from parawrap.processes.rank_process import Assignment
 from parawrap.processes.settings import Settings
 from parawrap.processes.wire import LOST, Message, Wire
-from parawrap.workers.worker import Form, ModelServer
+from parawrap.workers.worker import Form, ModelServer, ReceivedAnswers
 
 # For the end of a process with a closed connection. A guess that no test has contradicted
 _CLOSE_S = 5.0
@@ -73,7 +73,7 @@ class LocalWorkers:
         platform = Platform(
             device="cpu", n_cpus=1, launcher="local", ipc_groups=None, seed=None, name=name
         )
-        set_up = RankSetUp(platform, RankPlace.of(0, 1, 1), store=None)
+        set_up = RankSetUp(platform, RankPlace.of(0, ranks_per_node=1, n_nodes=1), store=None)
         serving = functools.partial(serve, str(self.devices[lane]), self._threads, seed)
         settings = Settings.here()
         assignment = Assignment(
@@ -167,7 +167,10 @@ class _Supervision:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            while not self._is_over():
+            while True:
+                self._forget_gone()
+                if self.has_ended:
+                    break
                 self.events.turn()
             self.members.close()
         except BaseException as reason:  # noqa: BLE001 (each worker has it)
@@ -184,14 +187,13 @@ class _Supervision:
                 worker.note_end(error)
                 worker.note_gone()
 
-    def _is_over(self) -> bool:
-        """Forget workers that are gone. Return True, and take no more, if that were all."""
+    def _forget_gone(self) -> None:
+        """Forget workers that are gone. Take no more if that were all."""
         with self.events.lock:
             for member in [each for each in self.members.all if not each.is_alive]:
                 self.members.all.remove(member)
                 self._workers.pop(id(member)).note_gone()
             self.has_ended = not self.members.all
-        return self.has_ended
 
 
 class LocalWorker:
@@ -211,7 +213,7 @@ class LocalWorker:
         self._end: Outcome | BaseException | None = None  # how the process has ended
         self._set_up: Outcome | None = None
         self._has_exited = Latch()
-        self._is_gone = Latch()  # with the processes that it has started
+        self._is_gone = Latch()  # also the processes that it has started
 
     def fileno(self) -> int:
         """Return the descriptor of the wire; -1 once closed."""
@@ -235,7 +237,7 @@ class LocalWorker:
             msg = "the worker has ended"
             raise ConnectionError(msg)
 
-    def receive(self) -> list[tuple[int, list[Any], memoryview, OSError | None]] | None:
+    def receive(self) -> list[ReceivedAnswers] | None:
         """Return the answers that have arrived, with their blocks; None if the process has ended.
 
         An error of this process stands in place of the block that it could not take.
@@ -246,11 +248,13 @@ class LocalWorker:
             messages = self._wire.read()
         except EOFError:
             return None
-        found = []
+        found: list[ReceivedAnswers] = []
         for message in messages:
             if message.word == "answers":
-                found.append((*message.body, message.block, message.error))
-            elif message.word == LOST:  # its number too: the worker starts again, and its messages
+                number, answers = message.body
+                found.append((number, answers, message.block, message.error))
+            # Its number is lost too. The lane sends all messages again, to another worker
+            elif message.word == LOST:
                 self.stop(at_once=True)
             # The answer to the set-up of the rank, which has no number of the lanes
             elif message.word == "answer" and not isinstance(message.body.outcome, Returned):
@@ -264,7 +268,9 @@ class LocalWorker:
         died = self._end
         if self._set_up is not None or not isinstance(died, Died):
             # The set-up failed, which explains the death, or the supervising thread did
-            how = getattr(self._set_up or died, "summary", died)
+            how: Any = self._set_up or died
+            if isinstance(how, Outcome):
+                how = how.summary
             return RankDiedError(f"{self._label} ended: {self._supervision.members.lost or how}")
         code = None if died.signal is not None else died.code
         error = RankDiedError(f"{self._label} {died.summary}", signal=died.signal, exit_code=code)
@@ -323,25 +329,25 @@ def serve(device: str, threads: int, seed: int, wire: Wire) -> None:
     _keep_memory()
     wire.lend_all()
     server = ModelServer(torch.device(device))
-    failure: Exception | None = None  # of the model: this process could not take it
+    model_error: Exception | None = None  # why this process could not take the model
     while (message := wire.receive()) is not None:
+        if message.word == LOST:  # its number too, so that no answer is possible: end
+            return
         if message.word == "model":
-            failure = message.error
-            if failure is None:
+            model_error = message.error
+            if model_error is None:
                 server.take_model(message.block)
             continue
-        failed = failure or message.error
-        if message.word == LOST:  # with its number
-            return
         number, form, items = message.body
-        if failed is None:
+        error = model_error or message.error
+        if error is None:
             answers, packer = server.answer(Form(*form), items, message.block)
         else:
-            answers, packer = server.fail(items, failed)
+            answers, packer = server.fail(items, error)
         try:
             wire.send("answers", (number, answers), packer)
-        except (OSError, SessionError) as error:  # memory lacks room, or a limit is reached
-            answers, packer = server.fail(items, error)
+        except (OSError, SessionError) as reason:  # memory lacks room, or a limit is reached
+            answers, packer = server.fail(items, reason)
             wire.send("answers", (number, answers), packer)
         # The tensors lie in a slab of shared memory. Without them, the next message may use it
         del message, answers, packer

@@ -22,7 +22,7 @@ from parawrap.launch.ray.reservation import Reservation
 from parawrap.processes.packing import Packer
 from parawrap.processes.pickling import Packed
 from parawrap.processes.shared_memory import aligned_copy
-from parawrap.workers.worker import Form, ModelServer
+from parawrap.workers.worker import Form, ModelServer, ReceivedAnswers
 
 # For the start of an actor, which imports torch. A guess that no test has contradicted
 _PLACING_S = 60.0
@@ -206,7 +206,7 @@ class RayWorker:
         stored = None if model is None else self._store(model)
         self._sent.append(self._actor.answer.remote(_parcel_of(body, packer), stored))
 
-    def receive(self) -> list[tuple[int, list[Any], memoryview, OSError | None]] | None:
+    def receive(self) -> list[ReceivedAnswers] | None:
         """Wait for the next answers, and return them with their block; None if the actor ended."""
         if not self._sent:
             return None

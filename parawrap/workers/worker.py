@@ -122,6 +122,9 @@ class WorkerAnswer(NamedTuple):
 Answers = tuple[list[tuple[Any, ...]], Packer]
 """The fields of the `WorkerAnswer` to each call of a message, and the block of their items."""
 
+ReceivedAnswers = tuple[int, list[tuple[Any, ...]], memoryview, OSError | None]
+"""The number of a message, its `Answers`, and why this process could not take their block."""
+
 
 class ModelServer:
     """The model of one worker. Used by one thread."""
@@ -131,7 +134,7 @@ class ModelServer:
         self._packed_model: memoryview | None = None  # until a call needs it
         self._replicas: Replicas
         self._is_changed = False  # True from a new model to the first call
-        self._prepare: Any = None  # packed until the first call
+        self._prepare: Any = None  # the packed function until the first call, then the function
         self._warned: list[tuple[str, type[Warning], str, int]] = []
         warnings.simplefilter("always")  # the filters of the launching process decide
         warnings.showwarning = self._note_warning
@@ -219,29 +222,29 @@ class ModelServer:
         """
         if form.prepare is None:
             args, kwargs = self._place(args, kwargs)
-        given = args if are_tensors else flatten((args, kwargs))[0]
-        if not are_tensors and any(map(is_generator, given)):  # its new state would stay here
+        leaves = args if are_tensors else flatten((args, kwargs))[0]
+        if not are_tensors and any(map(is_generator, leaves)):  # its new state would stay here
             msg = f"an argument is {GENERATOR_STAYS}"
             raise SessionError(msg)
         # The arguments that `prepare` computes stay in this process
         is_lent = not are_tensors and form.prepare is None
         # Three ways to see writes: entries of containers, pickles of objects, versions of tensors
-        loan = _lend_all((args, kwargs), given) if is_lent else NOTHING
-        contents = PickledContents(given) if is_lent else None
-        versions = [*map(_version_of, given)]
+        loan = _lend_all((args, kwargs), leaves) if is_lent else NOTHING
+        contents = PickledContents(leaves) if is_lent else None
+        versions = [*map(_version_of, leaves)]
         made = self._run(form, args, kwargs)
         output = mark_arguments(made, loan)
         has_marks = output is not made
-        self._replicas.unkept.warn()
+        self._replicas.unkept.warn()  # of writes into the model, which do not stay
         if contents is not None:
             contents.check()
         changes = read_changes(loan)
-        now = [*map(_version_of, given)]
+        now = [*map(_version_of, leaves)]
         if now == versions and changes is None and not has_marks:
             return output, None
         tensors = [
             leaf if version != before else None
-            for leaf, before, version in zip(given, versions, now, strict=True)
+            for leaf, before, version in zip(leaves, versions, now, strict=True)
         ]
         return output, Written(tensors, changes, has_marks)
 
@@ -325,14 +328,16 @@ def _has_other_buffers(replicas: Replicas) -> bool:
     )
 
 
-def _lend_all(call: Any, given: Sequence[Any]) -> Loan:
+def _lend_all(call: Any, found: Sequence[Any]) -> Loan:
     """Note the copies of the caller's containers and objects.
 
     Objects without rules are in `PickledContents`.
     """
-    objects = [index for index, leaf in enumerate(given) if isinstance(leaf, WholeLeaf)]
-    leaves = [leaf.value if isinstance(leaf, WholeLeaf) else leaf for leaf in given]
-    return lend(call, paths_of_containers(flatten(call)[1]), leaves, leaves, objects)
+    objects = [index for index, leaf in enumerate(found) if isinstance(leaf, WholeLeaf)]
+    leaves = [leaf.value if isinstance(leaf, WholeLeaf) else leaf for leaf in found]
+    _, spec = flatten(call)
+    # The leaves before and after a move: they are on the device already
+    return lend(call, paths_of_containers(spec), leaves, leaves, objects)
 
 
 def _version_of(leaf: Any) -> int | None:
