@@ -25,6 +25,11 @@ How a batch of `map` gets to a worker and back::
 
 The model travels with a message only if it has changed (`model.py`).
 
+A call also writes into its arguments, which are copies in the worker. The answer brings new values
+of tensors, new entries of containers, and marks: a mark stands in the output for an argument that
+the model returned, and the caller gets its own object there. Objects with rules are those of a
+class in `register_split`. Writes into other objects cannot return, and raise SessionError.
+
 file              | contents                                       | tests
 ----------------- | ---------------------------------------------- | -------------------------------
 chunk_size.py     | how many batches of a stream travel in one     | workers/test_stream.py

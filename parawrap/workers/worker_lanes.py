@@ -412,7 +412,8 @@ class WorkerLanes:
             if len(lane.flying) >= _AHEAD:
                 return
             request = self._backlog[0]  # until it is in the lane: Ctrl-C must not lose it
-            if request.lane is not None or any(call.begin() for call in request.calls):
+            was_begun = request.lane is not None  # it goes again, after a death or Ctrl-C
+            if was_begun or any(call.begin() for call in request.calls):
                 self._send(lane, request)
             else:  # all of it was cancelled
                 self._backlog.remove(request)
@@ -467,11 +468,12 @@ class WorkerLanes:
         found: Collection[int] = ()
         if lanes:
             found = self._workers.poll([worker for _, worker in lanes], timeout_s)
-        elif not self._backlog:
+        elif not self._backlog:  # no worker, and nothing to start one for: no answer can come
             raise _end_error()
         with self._lock:
             for position in found:
-                self._take_answers(*lanes[position])
+                lane, worker = lanes[position]
+                self._take_answers(lane, worker)
             self._send_waiting()
 
     def _take_answers(self, lane: WorkerLane, worker: LocalWorker | RayWorker) -> None:
@@ -506,7 +508,7 @@ class WorkerLanes:
             self._fail(request, error)
             return
         request.answers, request.block = answers, block
-        took_ns = sum(end - start for *_, start, end in answers)
+        took_ns = sum(end - start for *_, start, end in answers)  # fields of `WorkerAnswer`
         lane.busy_ns += took_ns
         if request.form.is_whole:
             each_ns = took_ns / len(request.calls)
@@ -563,10 +565,11 @@ class WorkerLanes:
                         self._receiver = None
                         return
                     if is_idle or self._has_reader:
+                        # A reader is a caller here: this thread does not read while it waits
                         self._callers_read = self._callers_read or self._has_reader
                         self._unread.wait(_UNREAD_S if self._callers_read else _RECEIVER_IDLE_S)
                         continue
-                    self._callers_read = False
+                    self._callers_read = False  # a message waits, and no caller reads
             self._end_requests()
             with suppress(BaseException):  # the requests that failed have the error
                 self.wait(lambda: self.is_idle() or bool(self._for_receiver))
@@ -589,6 +592,7 @@ class WorkerLanes:
         lane.worker = None
         if lost:
             oldest, *others = lost
+            # A worker that never answers must not start again without end
             if oldest.was_sent or not lane.has_answered:
                 lost = [*self._count_death(oldest, error), *others]
         self._backlog.extendleft(reversed(lost))

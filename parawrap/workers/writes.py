@@ -34,7 +34,7 @@ class Written(NamedTuple):
         tensors: For each leaf of the arguments its new value, or None if the call has not written
             it.
         changes: The new entries of containers, and objects with rules; None if there are none.
-        has_marks: True if the output has marks in the places of arguments.
+        has_marks: True if the output has marks in place of arguments.
     """
 
     tensors: Sequence[torch.Tensor | None]
@@ -104,13 +104,15 @@ def write_back(written: Written, given: Given) -> None:
         SessionError: If an argument has other leaves or shapes here than in the worker.
     """
     leaves = given.leaves
+    if len(leaves) != len(written.tensors):
+        raise SessionError(_INTO_OTHER_PARTS)
     pairs = [
         (leaf, value)
-        for leaf, value in zip(leaves, written.tensors, strict=False)
+        for leaf, value in zip(leaves, written.tensors, strict=True)
         if value is not None
     ]
-    has_same_shapes = all(getattr(leaf, "shape", None) == value.shape for leaf, value in pairs)
-    if len(leaves) != len(written.tensors) or not has_same_shapes:
+    # All are checked before the first write
+    if not all(getattr(leaf, "shape", None) == value.shape for leaf, value in pairs):
         raise SessionError(_INTO_OTHER_PARTS)
     for leaf, value in pairs:
         # Torch writes into an inference tensor in inference mode only
