@@ -29,6 +29,16 @@ If another call runs, or waits, a call lines up behind it, and the thread of the
 `Pool._settle` and `Pool._look` decide when a call ends, and `first_failure` in `outcomes.py` which
 error is raised.
 
+Words that several files use:
+
+- Ranks that do not run a call still take the function and the globals that it brings: later calls
+  rely on them.
+- An echo is an error that reports a lost connection to another rank. The original failure counts.
+- A generation is the process groups of all ranks. If a call leaves them unusable, the ranks make
+  the next generation before their next call.
+- A block is the memory of the tensors of one message. A large one lies in a slab: shared memory
+  that its owner fills again once the reader has released it.
+
 Two rules hold for all pools, and `tests/processes/test_supervision.py` keeps them: the thread that
 owns a pool resolves every open call on every way out, and nothing in it waits without a deadline. A
 worker is a rank that stays: its lane sends and receives, and one thread per block notices how

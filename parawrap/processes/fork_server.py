@@ -172,6 +172,7 @@ class _Server:
                 self._load()
             if is_open and self._requests.fileno() in ready:
                 is_open = self._take_request()
+                # Counts once the connection is closed, which is the last request
                 kill_at = time.monotonic() + _CLEAN_UP_S
             if not is_open:
                 self._dismiss(self._idle)

@@ -161,6 +161,7 @@ class Wire:
             head = _HEAD.pack(len(pickled), size, _IN_SOCKET, False, 0, 0)
             data = b"".join((head, pickled, *parts))
             return Letter([data], None, _IN_SOCKET, False, [], [], block)
+        # `content` goes through the socket. What does not lies at `place`, and `file` may go along
         place, file, is_new = _IN_SOCKET, None, False
         content = [pickled, *parts]
         if self._is_local and block_file is not None:
