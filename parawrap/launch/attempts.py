@@ -55,9 +55,9 @@ class PoolRun(Run):
         pool = self._pool
         return {} if pool is None else pool.stacks()
 
-    def places(self) -> dict[int, str]:
+    def lines(self) -> dict[int, str]:
         pool = self._pool
-        return {} if pool is None else pool.places()
+        return {} if pool is None else pool.lines()
 
     def state_of(self, rank: int) -> str:
         pool = self._pool

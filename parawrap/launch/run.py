@@ -31,7 +31,7 @@ from parawrap.launch._rank_results import RankResults
 from parawrap.processes.fork_server import stop_server
 from parawrap.processes.held_signals import HeldSignals
 from parawrap.processes.latch import Latch
-from parawrap.processes.outcomes import Ending, describe_places
+from parawrap.processes.outcomes import Ending, describe_lines
 from parawrap.processes.output import Printer, Transcript
 
 How = Ending | RankResults[Any] | BaseException
@@ -159,7 +159,7 @@ class Run:
         """Return the stacks of every rank that runs a call."""
         return {}
 
-    def places(self) -> dict[int, str]:
+    def lines(self) -> dict[int, str]:
         """Return the line of user code that each rank executes, if it can be known in time."""
         return {}
 
@@ -307,9 +307,9 @@ def cancel_runs(runs: Iterable[Run]) -> None:
 def report_places(runs: Iterable[Run]) -> None:
     """Log the line of user code that each rank executes: after Ctrl-C, where did it hang?"""
     for run in runs:
-        places = run.places()
-        if places:
-            _log.warning("%s was interrupted: %s", run.job.name, describe_places(places))
+        lines = run.lines()
+        if lines:
+            _log.warning("%s was interrupted: %s", run.job.name, describe_lines(lines))
 
 
 def _end_with_interpreter() -> None:

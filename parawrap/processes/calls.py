@@ -73,7 +73,7 @@ def describe_idleness(member: Member, now: float) -> str:
     if member.looked is None:
         return f"rank {member.rank} does not answer"
     idle_s = now - member.looked_at + member.looked.idle_s
-    return f"rank {member.rank} idle for {idle_s:.0f} s at {member.looked.place}"
+    return f"rank {member.rank} idle for {idle_s:.0f} s at {member.looked.line}"
 
 
 def ignores_halt(member: Member, number: int, halt: Halt) -> bool:

@@ -30,7 +30,7 @@ class Status(NamedTuple):
     # that the thread has been at one place of its code, almost without using a processor
     idle_s: float
     waits_s: float  # the same, if this place is in code that waits for other ranks; else 0
-    place: str  # the line of user code that the thread executes
+    line: str  # of user code, which the thread executes: file, number, function, and text
     interrupted: int  # the number of the last call that was interrupted
 
 
@@ -93,23 +93,23 @@ def stacks() -> str:
     )
 
 
-def place_of_main_thread() -> str:
+def line_of_main_thread() -> str:
     """Return the line of user code that the main thread executes: the innermost one."""
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     if innermost is None:  # the thread has ended
         return "an unknown place"
-    found, found_line = innermost, innermost.f_lineno
-    for frame, line in traceback.walk_stack(innermost):
+    found, found_number = innermost, innermost.f_lineno
+    for frame, number_in_frame in traceback.walk_stack(innermost):
         if not frame.f_code.co_filename.startswith(_LIBRARIES):
-            found, found_line = frame, line
+            found, found_number = frame, number_in_frame
             break
     code = found.f_code
-    number = found_line or code.co_firstlineno  # some bytecode belongs to no line
-    place = f"{Path(code.co_filename).name}:{number} in {code.co_name}"
+    number = found_number or code.co_firstlineno  # some bytecode belongs to no line
+    where = f"{Path(code.co_filename).name}:{number} in {code.co_name}"
     try:
-        return f"{place}: {linecache.getline(code.co_filename, number).strip()}"
+        return f"{where}: {linecache.getline(code.co_filename, number).strip()}"
     except Exception:  # noqa: BLE001 (other code may change the cache of lines)
-        return place
+        return where
 
 
 def _stack_text(frame: FrameType) -> str:

@@ -295,7 +295,7 @@ class Ending:
     stacks: Mapping[int, str] = field(default_factory=dict)  # at a time limit or a deadlock
     timed_out: str = ""  # the time limit that ended the call
     # the line of user code at which each rank was seen last
-    last_places: Mapping[int, str] = field(default_factory=dict)
+    last_lines: Mapping[int, str] = field(default_factory=dict)
     # it was ended because its ranks waited for ranks that do not take part
     deadlocked: bool = False
     cancelled: bool = False
@@ -433,7 +433,7 @@ def _error_with_stacks(name: str, ending: Ending) -> LaunchError:
     """Return the error of a call that was ended at a time limit or in a deadlock."""
     stacks = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(ending.stacks.items()))
     if ending.timed_out:
-        where = f": {describe_places(ending.last_places)}" if ending.last_places else ""
+        where = f": {describe_lines(ending.last_lines)}" if ending.last_lines else ""
         msg = f"{name} was {ending.timed_out}; its ranks were ended{where}. Their stacks:\n{stacks}"
         return LaunchTimeoutError(msg, stacks=dict(ending.stacks))
     returned = ", ".join(
@@ -453,9 +453,9 @@ def _error_with_stacks(name: str, ending: Ending) -> LaunchError:
     return error
 
 
-def describe_places(places: Mapping[int, str]) -> str:
+def describe_lines(lines: Mapping[int, str]) -> str:
     """Say at which line of user code each rank is."""
-    return _first_of([f"rank {rank} at {place}" for rank, place in sorted(places.items())])
+    return _first_of([f"rank {rank} at {line}" for rank, line in sorted(lines.items())])
 
 
 def _first_of(texts: Sequence[str]) -> str:

@@ -66,7 +66,7 @@ _BREAK_S = 1.0  # for a rank to end its call after an interrupt, before its conn
 _STACKS_S = 1.0  # a rank answers at once, unless C code holds the GIL
 # For the exit handlers of ranks that have returned, such as uploads of experiment trackers. A guess
 _EXIT_HANDLERS_S = 600.0
-_PLACES_S = 0.5  # for ranks to say where they are: who presses Ctrl-C waits for it
+_LINES_S = 0.5  # for ranks to say where they are: who presses Ctrl-C waits for it
 _STOPPED_S = 1.0  # a longer delay of this thread means that this process itself was stopped
 _TRIM_S = 3.0  # without a call, after which large slabs are freed
 # Bytes of one call in the slabs of all ranks; beyond, they share a file. A guess
@@ -129,11 +129,11 @@ class Pool:
         self._timed_out = ""  # the time limit that ended the ranks
         self._unanswered: set[int] = set()  # ranks that have not reported their steps
         self._stacks: dict[int, str] = {}  # of the ranks that ran a call at the last request
-        self._unplaced: set[int] = set()  # ranks that have not answered where they are
+        self._unlocated: set[int] = set()  # ranks that have not answered where they are
         # One latch per request that waits for all answers. Ctrl-C in the thread that waits cannot
         # leave a latch locked, as it could an event that all requests share
         self._stack_requests: list[Latch] = []
-        self._place_requests: list[Latch] = []
+        self._line_requests: list[Latch] = []
         self.idle_deaths: dict[int, Outcome] = {}
         self.preempted = False
         self.note_owned: Callable[[list[Any], list[Any]], None] = lambda *_: None
@@ -165,16 +165,16 @@ class Pool:
         # A copy in one step of C: the thread of the pool may add an answer
         return dict(self._stacks)
 
-    def places(self) -> dict[int, str]:
+    def lines(self) -> dict[int, str]:
         """Return the line of user code that each rank executes that runs a call.
 
-        A rank that does not answer at once is named by its last known place, if there is one.
+        A rank that does not answer at once is named by its last known line, if there is one.
         """
         have_arrived = Latch()
-        self.events.post(partial(self._ask_for_places, have_arrived))
-        have_arrived.wait(_PLACES_S)
+        self.events.post(partial(self._ask_for_lines, have_arrived))
+        have_arrived.wait(_LINES_S)
         return {
-            member.rank: "an unknown place" if member.looked is None else member.looked.place
+            member.rank: "an unknown place" if member.looked is None else member.looked.line
             for member in self._running()
         }
 
@@ -318,11 +318,11 @@ class Pool:
         have_failed = is_out_of_step or has_broken or some_have_old_groups
         some_lack_groups = None in operations  # a function has destroyed them
         self._must_regroup = self._has_groups and (have_failed or some_lack_groups)
-        last_places: dict[int, str] = {}
+        last_lines: dict[int, str] = {}
         if self._timed_out:
             for member in self._members.all:
                 if member.looked is not None:
-                    last_places[member.rank] = member.looked.place
+                    last_lines[member.rank] = member.looked.line
         is_cancelled, lost = self._members.is_cancelled, self._members.lost
         # Ranks that were lost before `cancel` are an error all the same
         return Ending(
@@ -330,7 +330,7 @@ class Pool:
             {member.rank: member.place for member in self._members.all},
             stacks=self._stacks,
             timed_out=self._timed_out,
-            last_places=last_places,
+            last_lines=last_lines,
             deadlocked=call.is_deadlocked,
             cancelled=call.is_cancelled or (is_cancelled and not lost),
             lost=lost,
@@ -543,15 +543,15 @@ class Pool:
         if not self._stacks:  # no rank runs a call, so no answer follows
             _set_all(self._stack_requests)
 
-    def _ask_for_places(self, have_arrived: Latch) -> None:
+    def _ask_for_lines(self, have_arrived: Latch) -> None:
         """Ask each rank that runs a call where it is."""
-        self._place_requests.append(have_arrived)
+        self._line_requests.append(have_arrived)
         running = self._running()
-        self._unplaced = {member.rank for member in running}
+        self._unlocated = {member.rank for member in running}
         for member in running:
             self._ask(member, "look")
         if not running:
-            _set_all(self._place_requests)
+            _set_all(self._line_requests)
 
     def _look(self) -> None:
         """Act on the last looks at ranks, and look again."""
@@ -628,9 +628,9 @@ class Pool:
             self._settle(member, Ended(time.time()))
         elif word == "look":
             member.looked, member.looked_at = body, time.monotonic()
-            self._unplaced.discard(member.rank)
-            if not self._unplaced:
-                _set_all(self._place_requests)
+            self._unlocated.discard(member.rank)
+            if not self._unlocated:
+                _set_all(self._line_requests)
         elif word == "stacks":
             self._stacks[member.rank] = body
             have_all_answered = _NO_ANSWER not in self._stacks.values()

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, NoReturn
 from parawrap._private_names import join_threads, run_exit_handlers
 from parawrap.errors import LaunchError, SessionError, add_note
 from parawrap.processes.latch import Latch
-from parawrap.processes.main_thread import MainThread, Status, place_of_main_thread, stacks
+from parawrap.processes.main_thread import MainThread, Status, line_of_main_thread, stacks
 from parawrap.processes.outcomes import (
     Ended,
     Outcome,
@@ -375,7 +375,7 @@ class Control:
     def _follow(self, word: str, body: Any) -> None:
         if word == "look":
             self._wire.send(
-                "look", Status(*self._main_thread.look(), place_of_main_thread(), self.interrupted)
+                "look", Status(*self._main_thread.look(), line_of_main_thread(), self.interrupted)
             )
         elif word == "stacks":
             self._wire.send("stacks", stacks())

@@ -183,11 +183,11 @@ class SentScript:
     ) -> PackedCall:
         """Pickle a call with its function. `new` gets the globals that the pickler finds."""
         # An error message names the part that cannot be pickled by its key
-        places: dict[str, Name] = {}
-        call: dict[str, Any] = {"places": places, "deleted": deleted}
+        names: dict[str, Name] = {}  # of the globals, by these keys
+        call: dict[str, Any] = {"names": names, "deleted": deleted}
         for (space, name), sent in new.items():
             label = f"the global {name!r}" if space == _MAIN else f"the global {name!r} of {space}"
-            places[label] = (space, name)
+            names[label] = (space, name)
             call[label] = sent.value
         call["the function"] = function
         if bound_to:
@@ -527,7 +527,7 @@ class ScriptOfRank:
                 )
                 raise LaunchError(msg)
             call = kept.call_with(restore(args, block), restore(kwargs, block))
-        for label, (space, name) in call["places"].items():
+        for label, (space, name) in call["names"].items():
             if (space, name) not in self._owned:
                 _globals_of(space)[name] = call[label]
         for space, name in call["deleted"]:

@@ -61,7 +61,7 @@ _given_warnings: dict[str, dict[Any, Any]] = {}
 class WorkerCall:
     """A call in a message.
 
-    `place` is its position there; `request` changes if the call is sent again alone.
+    `position` is its index there; `request` changes if the call is sent again alone.
 
     `given` are the arguments as they are when the call is sent: the caller may change containers
     before the answer comes.
@@ -73,7 +73,7 @@ class WorkerCall:
         "given",
         "is_cancelled",
         "kwargs",
-        "place",
+        "position",
         "record",
         "request",
         "rows",
@@ -84,7 +84,7 @@ class WorkerCall:
         self.kwargs = kwargs
         self.callbacks: list[Callable[[Any], object]] = []  # for the end of the call
         self.is_cancelled = False
-        self.place = self.rows = 0
+        self.position = self.rows = 0
         # None for tensors alone, and for arguments that the worker computes
         self.given: Given | None = None
         self.request: Request | None = None
@@ -123,7 +123,7 @@ class WorkerCall:
         try:
             if request.failure is not None:
                 raise copy.deepcopy(request.failure)  # each call of the message adds its own notes
-            answer = WorkerAnswer(*request.answers[self.place])
+            answer = WorkerAnswer(*request.answers[self.position])
             if answer.warned is not None:
                 _repeat_warnings(answer.warned)
             error: BaseException | None = None
@@ -208,7 +208,7 @@ class Request:
             self.items.append(self.packer.add({"args": call.args, "kwargs": call.kwargs}, ""))
         else:
             self.items.append(self.packer.add(call.args, "args"))
-        call.request, call.place = self, len(self.calls)
+        call.request, call.position = self, len(self.calls)
         self.calls.append(call)
 
 
@@ -614,9 +614,9 @@ class WorkerLanes:
             return [request]
         found = [Request(request.form, request.packer) for _ in calls]
         for call, alone in zip(calls, found, strict=True):
-            alone.items, alone.calls = [request.items[call.place]], [call]
+            alone.items, alone.calls = [request.items[call.position]], [call]
             alone.deaths, alone.lane = request.deaths, request.lane
-            call.request, call.place = alone, 0
+            call.request, call.position = alone, 0
         return found
 
 
