@@ -563,7 +563,9 @@ class Pool:
             call.last_sign = now
         call.looked_at = now
         running = self._running()
-        for member in running:
+        # Those that load what the call brings make progress too, but wait for no other rank
+        busy = [*running, *(self._members.all[rank] for rank in call.others)]
+        for member in busy:
             if member.looked is not None:
                 progressed_at = member.looked_at - member.looked.idle_s
                 call.last_sign = max(call.last_sign, progressed_at)
@@ -574,7 +576,7 @@ class Pool:
                 self._timers.setdefault(self._lose, now + self._grace_s)
         elif call.number != SET_UP:  # the limits are those of the function
             self._judge(call, running, now)
-        for member in running:
+        for member in busy:
             self._ask(member, "look")
 
     def _judge(self, call: Call, running: Sequence[Member], now: float) -> None:
