@@ -133,7 +133,10 @@ def _contents_of_cells(function: Any) -> list[Any]:
 
 
 class KeptCall:
-    """A call without arguments, whose function stays in the rank."""
+    """A call without arguments, whose function stays in the rank.
+
+    `call` is the dict that `SentScript` packs.
+    """
 
     def __init__(self, call: dict[str, Any]) -> None:
         self._call = call

@@ -96,8 +96,9 @@ def pack(
         return Packed([pickle.dumps(value, 5)], [])
     buffers: list[memoryview] = []
     stream = PickleStream()
+    make_pickler = make_pickler or ValuePickler
     try:
-        (make_pickler or ValuePickler)(stream, buffers).dump(value)
+        make_pickler(stream, buffers).dump(value)
     except Exception as error:
         buffers.clear()  # the frames of the traceback hold them
         place, found, reason = _find_unpicklable(value, address, error)
@@ -179,8 +180,8 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         is_empty = storage.nbytes() == 0
         memory = id(storage) if is_empty else (storage.data_ptr(), storage.nbytes())
         storage = self._storages.setdefault(memory, storage)
-        place = (here.storage_offset(), tuple(here.shape), here.stride())
-        return _tensor, (type(tensor), storage, here.dtype, *place, tensor.requires_grad)
+        view = (here.storage_offset(), tuple(here.shape), here.stride())
+        return _tensor, (type(tensor), storage, here.dtype, *view, tensor.requires_grad)
 
 
 class IdentityPickler(pickle.Pickler):

@@ -64,8 +64,8 @@ class Preemption:
 def at_signal(act: Callable[[], object]) -> Iterator[None]:
     """Call `act` on SIGUSR2 inside the block, for ranks without a coordinator.
 
-    A handler of the script's waits for the end of the block: `act` stands for what it would do. Has
-    no effect outside the main thread.
+    `act` takes the place of a handler of the script, which returns at the end of the block. Has no
+    effect outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

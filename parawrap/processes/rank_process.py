@@ -233,7 +233,7 @@ class _CallLoop:
 
     def _answer(self, number: int, call: Callable[[], Any]) -> bool:
         """Make a call and send its answer. Return False if the process is to end."""
-        goes_on = self._assignment.stays
+        goes_on = self._assignment.stays  # after an exception
         packer, item, value = Packer(), None, None
         try:
             try:
@@ -308,7 +308,7 @@ class Control:
         self._grace_s = grace_s
         # Both threads use these three without a lock: each assignment is one step, on all builds
         self._running: int | None = None  # the number of the call
-        self._halted = -1  # the number of the call to interrupt
+        self._halted = -1  # the number of the call to interrupt; -1 equals no value of `_running`
         self._is_ending = False
         # Not an event: a second SIGTERM within `set` would wait for the lock of the first for ever
         self._has_handled_end = Latch()

@@ -195,8 +195,8 @@ class SentScript:
         call |= {
             "args": args,
             "kwargs": kwargs,
-            "key": None if kept is None else kept.key,
-            "gone": [] if kept is None else self._kept.gone_with(function),
+            "key": None if kept is None else kept.key,  # under which the ranks keep the call
+            "gone": [] if kept is None else self._kept.gone_with(function),  # keys to forget
             "is_by_value": isinstance(function, types.FunctionType) and not goes_by_name(function),
             "notes": _Notes(),  # last, when the pickler has noticed everything
         }

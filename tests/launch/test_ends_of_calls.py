@@ -54,7 +54,7 @@ def _make_slowly():
 
 
 def test_a_rank_may_load_slowly(monkeypatch):
-    """A call of one rank neither hangs nor is deadlocked while another rank loads what it brings."""
+    """A call of one rank does not hang while another rank loads what it brings."""
     monkeypatch.setattr("parawrap.processes.pool.STUCK_S", 0.5)
     with ranks(hang_timeout_s=2).open() as opened:
         assert opened[0](lambda _: my_rank(), SlowInRankOne()) == 0
