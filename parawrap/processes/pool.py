@@ -401,6 +401,12 @@ class Pool:
             return []
         return [self._members.all[rank] for rank in call.ranks if rank not in call.outcomes]
 
+    def _busy(self) -> list[Member]:
+        """Return the ranks that run the call, and those that only load what it brings."""
+        call = self._call
+        loading = [] if call is None else [self._members.all[rank] for rank in sorted(call.others)]
+        return [*self._running(), *loading]
+
     # -- the course of a call
 
     def on_end(self, member: Member, outcome: Outcome) -> None:
@@ -475,7 +481,8 @@ class Pool:
         self._timers[self._look] = now + _BREAK_S
         if by_user:  # after a failure, `_look` decides: C code may take its time
             self._timers[self._lose] = now + max(self._grace_s, 2 * _BREAK_S)
-        for member in self._running():
+        # After a failure, the others may go on: what the call brings is still valid
+        for member in self._busy() if by_user else self._running():
             self._members.tell(member, "interrupt", call.number)
 
     def _agree_on_checkpoint(self, rank: int) -> None:
@@ -496,15 +503,17 @@ class Pool:
         """Close the connections between ranks that still run: they may wait in a collective."""
         assert self._call is not None
         assert self._call.halt is not None
-        self._call.halt.has_broken = True
-        for member in self._running():
+        running = self._running()
+        if running:
+            self._call.halt.has_broken = True
+        for member in running:
             self._members.tell(member, "break")
 
     def _lose(self) -> None:
         """End all ranks: some have not stopped after an interrupt."""
-        running = ", ".join(str(member.rank) for member in self._running())
+        late = ", ".join(str(member.rank) for member in self._busy())
         self._members.lost = (
-            f"rank(s) {running} did not stop within grace_s={self._grace_s:g} after the call had "
+            f"rank(s) {late} did not stop within grace_s={self._grace_s:g} after the call had "
             "failed or was interrupted"
         )
         self.end()
@@ -562,9 +571,8 @@ class Pool:
         if was_stopped:  # this process itself, which has read nothing since
             call.last_sign = now
         call.looked_at = now
-        running = self._running()
-        # Those that load what the call brings make progress too, but wait for no other rank
-        busy = [*running, *(self._members.all[rank] for rank in call.others)]
+        # Ranks that only load the call make progress too, but wait for no other rank
+        running, busy = self._running(), self._busy()
         for member in busy:
             if member.looked is not None:
                 progressed_at = member.looked_at - member.looked.idle_s

@@ -61,6 +61,18 @@ def test_a_rank_may_load_slowly(monkeypatch):
         assert opened(all_sum) == (2.0, 2.0)
 
 
+def test_ctrl_c_stops_ranks_that_load():
+    """Ctrl-C interrupts a rank that only loads what a call brings, and the ranks stay."""
+    with ranks(grace_s=1).open() as opened:
+        before = opened(os.getpid)
+        timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            opened[0](lambda _: my_rank(), SlowInRankOne())
+        timer.join()
+        assert (opened(os.getpid), opened(all_sum)) == (before, (2.0, 2.0))
+
+
 # -- deaths
 
 
