@@ -38,7 +38,8 @@ class Decorated:
 
     def __init__(self, function: Callable[..., Any], setting: Any, defined: Any = None) -> None:
         functools.update_wrapper(self, function)  # type: ignore[arg-type]
-        self._setting = setting  # of the decorator
+        # The argument of the decorator: the platform of `wrapper`, the count of `tp_collate`
+        self._setting = setting
         self._defined = defined  # for a bound method, the decorated function in its class
 
     def __init_subclass__(cls) -> None:

@@ -545,7 +545,7 @@ def _name_of(target: Any) -> str:
 
 
 def _call_named(target: object, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method. Reading it at the call finds the stand-in of an open block."""
+    """Call a method. Reading it at the call finds the stub of an open block."""
     return getattr(target, name)(*args, **kwargs)
 
 

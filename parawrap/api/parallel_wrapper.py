@@ -84,6 +84,7 @@ class ParallelWrapper(WrappedAttributes):
 
     def _place(self, model: torch.nn.Module, device: DeviceLike) -> None:
         is_auto = device == "auto"
+        # None: the current device of that kind
         resolved = best_backend().device(None) if is_auto else resolve_device(device)
         model.to(resolved)
         spreads = self.use_data_parallel and (is_auto or resolved.type == "cuda")
@@ -97,18 +98,22 @@ class ParallelWrapper(WrappedAttributes):
         self.device = device if kind == resolved.type else str(resolved)
 
     def _inner(self) -> Any:
+        # Not `self.model`, which raises until `__init__` has set it
         model = submodule(self, "model")
         return model.module if isinstance(model, DataParallel) else model
 
     def __setattr__(self, name: str, value: Any) -> None:
-        has_no_model_yet = self._inner() is None
-        if name in _OWN or has_no_model_yet or name in self.__dict__:
+        has_no_model_yet = self._inner() is None  # in `__init__`, and while it is unpickled
+        # ``__dict__`` has what torch.nn.Module sets on each module, such as tables of hooks
+        is_own = name in _OWN or name in self.__dict__
+        if has_no_model_yet or is_own:
             super().__setattr__(name, value)
         else:
             setattr(self._inner(), name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in self.__dict__ or name in _OWN:
+        is_own = name in _OWN or name in self.__dict__
+        if is_own:
             super().__delattr__(name)
         else:
             delattr(self._inner(), name)

@@ -96,7 +96,9 @@ def scatter_kwargs(
     # A batch of 0 rows has leaves with rows too
     has_rows = plan.rows > 0 or any(cut_on is not None for cut_on in plan.dims)
     has_arguments = bool(args or kwargs)
-    if has_arguments and not has_rows:  # as in torch, values that are not cut go to every device
+    # Without rows, the plan has one size, 0, and cuts nothing. As in torch, the values go to every
+    # device
+    if has_arguments and not has_rows:
         shards = [plan.scatter(flat, [device])[0] for device in devices]
     else:
         shards = plan.scatter(flat, devices[: len(plan.sizes)])

@@ -55,7 +55,7 @@ class Launchable(Decorated, Generic[P, R]):
     @property
     def platform(self) -> Platform:
         """The platform of the decorator."""
-        platform: Platform = self._setting
+        platform: Platform = self._setting  # of `Decorated`: what the decorator was given
         return platform
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
@@ -126,6 +126,7 @@ class Launchable(Decorated, Generic[P, R]):
     def inline(self, /, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
         """Run the function in this process as rank 0 of 1, for use with a debugger."""
         job = self._job(args, kwargs)
+        # Not `_check`: the function is called here, which raises the error of a wrong signature
         _refuse_in_a_rank(job)
         return run_inline(job)
 
