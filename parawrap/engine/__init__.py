@@ -8,6 +8,8 @@ How a call runs::
 
     model(x, mask=m)
      │
+     ├─ stub      the block has put it over forward: it finds the calls of    patch.py, call.py
+     │            the block
      ├─ plain?    run without lanes: inside a lane, under a tracer, in a      must_run_plainly
      │            forked child
      ├─ plan      look up which arguments are cut, and the sizes of the       cut.py
@@ -57,7 +59,8 @@ survey, state  | what the model leads to, and what it held at the last refresh; 
 - A call is decided from the call alone: from its arguments, the options of the block, the model,
   and the modes of torch. It never depends on earlier calls, on a measured time, on two equal
   numbers, or on a shape that happens to match. Between calls, a session keeps plans, replicas,
-  counters, and which warnings it has given.
+  counters, and which warnings it has given. A clock decides only whether a look at all hooks is
+  repeated (`_SETTLED_S` in `model_state.py`).
 - The caller's containers are written after all joins, so a refused call leaves dicts and lists of
   its arguments alone.
 - Of several lanes that fail, the first one's error is raised (`raise_first_failure` in `apply.py`).
@@ -97,6 +100,19 @@ an assignment of an attribute                                  | a new state, wh
 These are not: ``x += 1``, a loop over a dict or a deque, a view of an OrderedDict or of a class of
 the user's, a look followed by a write. A counter belongs to a lock, and its comment names the lock.
 Two flags that two threads write and read crosswise are written and read under one lock.
+
+When the code of a file runs:
+
+- For each call: `call.py`, `cut.py`, `flat_call.py`, `model_state.py`, `lanes.py`, `join.py`; with
+  other arguments than tensors on the CPU also `placed_call.py`, `borrowed.py`,
+  `lent_containers.py`, `joiner.py`, `hand_over.py`, `device_streams.py`. Whole calls have
+  `session.py`, `streams.py`, and `whole_call.py`.
+- For each new structure of arguments: `in_dims.py`, `shard_sizes.py`.
+- When replicas are made or refreshed: `replicas.py`, `replica.py`, `survey.py`, `edition.py`,
+  `called_code.py`, `copy_target.py`, `copy_checks.py`, `places.py`, `parameter_copies.py`,
+  `refused_models.py`.
+- When a call or an output is refused: `cut_errors.py`, `join_errors.py`, `join_trials.py`,
+  `output_place.py`.
 
 file                | contents                             | tests
 ------------------- | ------------------------------------ | ---------------------------------------

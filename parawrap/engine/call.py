@@ -100,6 +100,7 @@ class Stub(wrapt.CallableObjectProxy[Callable[..., Any]]):
 
     def __init__(self, plain: Callable[..., Any], under: Any, name: str) -> None:
         super().__init__(plain)
+        # wrapt keeps names that begin with _self_ in the stub. All other names are the method's
         self._self_name = name
         self._self_under = under
         # One tuple, so that another thread reads both or neither
@@ -139,9 +140,14 @@ class Stub(wrapt.CallableObjectProxy[Callable[..., Any]]):
 class Entry(NamedTuple):
     """The functions that run a call of the target.
 
-    `plain` is the call without parawrap. `method` is the name of a method of a replica; None calls
-    the replica itself, including its hooks. `batch` is the number of a batch in its stream, for
-    traces.
+    With the method "forward", as in ``model(x)``, the hooks of the model itself run in the caller,
+    around the stub, and lanes run those of its submodules. With None, as in ``p.map``, lanes call
+    the replica, which runs all hooks.
+
+    Attributes:
+        plain: The call without parawrap.
+        method: The name of a method of a replica; None calls the replica itself.
+        batch: The number of a batch in its stream, for traces.
     """
 
     plain: Callable[..., Any]
@@ -307,6 +313,7 @@ class Calls:
             functions = map(_target_of, used)
             if entry.method is not None:
                 functions = map(attrgetter(entry.method), functions)
+            # Task i is replica i with part i of each argument
             tasks: Sequence[Callable[[], Any]] = [*map(partial, functions, *columns)]
         else:
             placed = PlacedCall(
@@ -321,7 +328,9 @@ class Calls:
                 replica.are_tensors_held = True
         try:
             outputs, errors = lanes.run(tasks, turns, state.home, moments)
-        except BaseException:  # an interrupt: parts may still run, and their writes are put back
+        except BaseException:
+            # An interrupt, after which parts may still run. The next call finds these flags and
+            # refreshes: `Lanes.run_idle` waits for the parts, and their writes are put back
             for replica in used:
                 replica.is_dirty = replica.are_tensors_held = True
             raise
@@ -354,7 +363,8 @@ class Calls:
             # A join returns a new tensor, or what all lanes returned, which is lane 0's. Without
             # buffers, no lane keeps a tensor
             is_joined_tensor = len(sizes) > 1 and type(output) is torch.Tensor
-            is_new = is_joined_tensor and not used[0].tensors
+            lanes_have_buffers = bool(used[0].tensors)
+            is_new = is_joined_tensor and not lanes_have_buffers
             # An item per lane, each of another lane's replica
             is_per_lane = type(output) is list and len(output) == len(used)
             if rules.join == "list" and is_per_lane:

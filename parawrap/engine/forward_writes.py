@@ -77,7 +77,12 @@ def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) ->
     """Judge what forward wrote in these replicas; return the names that the model does not get.
 
     In evaluation mode nothing comes back to the model. In training mode, the buffers that lane 0 of
-    a cut call wrote in place do. Lanes start their next calls from the model's state.
+    a cut call wrote in place do.
+
+    This function puts nothing back into the replicas. A written replica has the flag `is_dirty`, or
+    buffers with other versions. So `ModelState.is_current` is False before the next cut call, and
+    `Replicas.refresh` brings the replica to the model's state. Before a whole call,
+    `Replicas.prepare` does so.
 
     Raises:
         ReplicaError: If lanes wrote different values into a buffer in evaluation mode, if a module

@@ -2,6 +2,18 @@
 
 One message names every such output, and the options that declare all of them at once. The options
 are written with the keys of the output, and hold the entries that the user has given.
+
+A message, and the functions that write its parts::
+
+    output["loss"] cannot be joined: the lanes had 3, 2 rows and    _say_what_of_one
+    returned one torch.float32 each (tensor(9.), tensor(6.)),       concatenate.reduce_numbers
+    and no reduction is right for every number.                     the same, in a `Refusal`
+    Use reduce={"loss": "mean"}.                                    _write_options
+    In reduce, "mean" is for a mean over rows, "sum" for ...        _say_options, of _MEANINGS
+    join="list" returns the outputs of the lanes as they are        _say_options
+
+`Trials` (`join_trials.py`) joins each place again, and keeps the `Refusal` that `joiner.py` or
+`concatenate.py` raises there. Then it tries the declarations that may cure the place.
 """
 
 from __future__ import annotations

@@ -68,8 +68,9 @@ from parawrap.engine.survey import Survey, home_of_survey, home_of_target
 CopiesOfParts = Callable[[Survey], Sequence[dict[int, Any]]]
 """Returns, for each lane, the copies that it uses of parts of the target, by the id of the part."""
 
-# Attributes that decide how lanes run, so a new value needs new replicas
-_DECIDE = frozenset({"max_norm"})
+# Attributes whose new value changes how lanes run: with `max_norm`, forward writes the weight of an
+# embedding, so lanes take turns
+_NEED_NEW_REPLICAS = frozenset({"max_norm"})
 
 _is_dirty = attrgetter("is_dirty")
 
@@ -84,7 +85,8 @@ class CopyOptions(NamedTuple):
     Attributes:
         methods: The methods that calls enter, besides forward.
         detach: True if no gradients flow from the replicas to the target.
-        shares_hooks: As in `Survey`.
+        shares_hooks: True if hooks that capture parts of the model keep the model's own in all
+            lanes, as in torch.nn.DataParallel. Otherwise, each lane has its copies of them.
         copies_of_parts: Gives lanes their own copies of parts that replicas would share, such as
             compiled models.
     """
@@ -98,7 +100,7 @@ class CopyOptions(NamedTuple):
 class Replicas:
     """The replicas of one target.
 
-    The caller ensures that no lane runs in `refresh`, `settle_call`, and `forget`.
+    The caller ensures that no lane runs during `refresh`, `settle_call`, and `forget`.
 
     Attributes:
         state: The state of the model that the replicas have. A refresh stores another one when it
@@ -141,7 +143,7 @@ class Replicas:
         self.doubts.buffers = object()
 
     def renew(self) -> None:
-        """Make everything again at the next refresh."""
+        """Make everything again at the next refresh. The public `refresh` of a block calls this."""
         self.doubts.everything = object()
 
     def refresh(self) -> None:
@@ -402,7 +404,7 @@ class Replicas:
             return None
         for place, key, then, now in changes.entries:
             are_simple = type(then) in SIMPLE and type(now) in SIMPLE
-            if key is None or key in _DECIDE or not are_simple:
+            if key is None or key in _NEED_NEW_REPLICAS or not are_simple:
                 return None
             if not all(replica.snapshot.has(place, key) for replica in before.replicas):
                 return None
@@ -438,7 +440,7 @@ class Replicas:
         if not devices:
             return NO_COPIES
         away = ParameterCopies(devices, at_home, detach=self._options.detach)
-        self.copied_bytes += away.nbytes  # without the lock: no lane runs in a refresh
+        self.copied_bytes += away.nbytes  # without the lock: no lane runs during a refresh
         if away.nbytes:
             self.refreshes += 1
         return away

@@ -4,8 +4,9 @@
 
     source ──► stream (caller) ──► shared deque ──► lanes ──► stream (caller) ──► outputs
 
-Lanes take the oldest batch first, and batch after batch without a wait for the caller. Modes and
-the state of the model are read once per stream.
+Lanes take the oldest batch first, and batch after batch without a wait for the caller. In
+`lanes.py`, `Lanes.send` puts a batch into the deque and wakes an idle lane, and `Lane.take` takes
+batches from it. Modes and the state of the model are read once per stream.
 """
 
 from __future__ import annotations

@@ -38,6 +38,8 @@ def register_split(
 ) -> None:
     """Cut and join the instances of your own class, wherever they lie in a call or an output.
 
+    The rules hold for the whole process, from now on.
+
     If forward changes an argument of the class, `join` puts the changed parts together, and the
     argument gets the items and attributes of the result.
 
