@@ -120,8 +120,8 @@ class Attempts(PoolRun):
     def __init__(self, job: Job, machines: Machines) -> None:
         super().__init__(job, machines, RunOutput.of(job.platform, job.name, job.number))
         self._packed = job.pack()
-        # The ranks start later, and the caller may change its tensors
-        self._packed.block.detach()
+        # The ranks start later, and the caller may change its tensors meanwhile
+        self._packed.block.copy_bytes()
         self._history: list[str] = []
         # Set by any thread until an attempt has passed the order on to its ranks
         self._is_preempted = False

@@ -80,7 +80,7 @@ class RanksCall(Run):
         # Packing notes nothing: a call that is never sent brings no globals to the ranks
         self.packed = job.pack(ranks_run.script)
         if has_handle:
-            self.packed.block.detach()
+            self.packed.block.copy_bytes()
         changes = ranks_run.surroundings.changes()
         self.call = Call(job.name, ranks, self.packed, changes)
         self.call.transcripts = dict(enumerate(output.transcripts))

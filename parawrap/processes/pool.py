@@ -240,7 +240,7 @@ class Pool:
         # Slabs pay when they are used again. A file is written once for all ranks
         fits_slabs = self._stays and len(members) * block.size <= _MOST_COPIED
         if len(members) > 1 and not fits_slabs:
-            block.detach()
+            block.copy_bytes()
         letters: list[tuple[Wire, Letter]] = []
         # By whether the rank calls the function: each is pickled once for all ranks
         heads: dict[bool, bytes] = {}

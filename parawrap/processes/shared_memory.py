@@ -105,7 +105,7 @@ class _OwnFile:
 
 
 class Block:
-    """The memory of one message, in parts. It borrows the memory of tensors until `detach`.
+    """The memory of one message, in parts. It borrows the memory of tensors until `copy_bytes`.
 
     Attributes:
         parts: The bytes, in pieces.
@@ -130,7 +130,7 @@ class Block:
         """Return the bytes."""
         return b"".join(self.parts)
 
-    def detach(self) -> None:
+    def copy_bytes(self) -> None:
         """Copy the bytes, so that the caller may change its tensors."""
         if self.size < _WORTH_MAPPING:
             self.parts = [self.to_bytes()]

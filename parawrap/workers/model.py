@@ -187,7 +187,7 @@ class SentModel:
             cure = "Let each worker build its own model: parallel(build(load_model, ...), ...)"
             msg = f"{error}. {cure}"
             raise UnsendableError(msg) from error.__cause__
-        packed.detach()  # later messages send the same bytes, also after the model has changed
+        packed.copy_bytes()  # later messages send the same bytes, also after the model has changed
         self._sent = []
         for code in sent:
             names: set[str] = set()

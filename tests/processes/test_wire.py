@@ -126,7 +126,7 @@ def test_block_for_several_receivers(pair):
     """
     pairs = [pair() for _ in range(3)]
     block = pack(torch.arange(2 * MIB))
-    block.detach()
+    block.copy_bytes()
     for sender, _ in pairs:
         sender.send("word", None, block)
     del block
@@ -317,7 +317,7 @@ def test_detached_block_keeps_its_bytes():
         tensor = torch.ones(size)
         item, block = packed(tensor)
         assert isinstance(block, Block)
-        block.detach()
+        block.copy_bytes()
         tensor.zero_()
         restored = restore(item, memoryview(bytearray(block.to_bytes())))
         assert float(restored.sum()) == size
