@@ -456,7 +456,6 @@ class RanksRun(PoolRun):
             self._forget(request)
         if pool.is_ending:
             self.last_ending, self._last_call_name = ending, request.call.name
-            pool.cancel()
         self._current = None
         return ending
 
