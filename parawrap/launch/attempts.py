@@ -159,7 +159,7 @@ class Attempts(PoolRun):
         except LaunchError:
             # Starting ranks ends with an error too if the launch is cancelled meanwhile
             if self._is_cancelled:
-                return Ending({}, cancelled=True)
+                return Ending.of_cancelled()
             raise
         finally:
             self._machines.close()
@@ -171,8 +171,8 @@ class Attempts(PoolRun):
         """
         with self._open_pool(restart=restart, up_at=up_at) as pool:
             if pool is None:
-                return Ending({}, cancelled=True), False
-            self._has_begun = True
+                return Ending.of_cancelled(), False
+            self._has_begun = True  # from here on, `Launch.state` is "running"
             if self._is_preempted:
                 pool.preempt()
             ending = pool.set_up()

@@ -341,7 +341,7 @@ class RanksRun(PoolRun):
         try:
             with self._open_pool(stays=True) as pool:
                 if pool is None:
-                    self.last_ending = Ending({}, cancelled=True)
+                    self.last_ending = Ending.of_cancelled()
                 else:
                     self._has_begun = True
                     self.last_ending = self._run_ranks(pool)
@@ -377,10 +377,13 @@ class RanksRun(PoolRun):
                 self._driven = None
                 pool.events.wake_caller()
                 pool.events.take_back()
-        if self.is_closed and self.last_ending is None and not pool.is_ending:
+        # The user has closed the ranks, and nothing failed
+        were_closed = self.is_closed and self.last_ending is None and not pool.is_ending
+        if were_closed:
             return None
-        # Without a call that could report it, the ranks were cancelled
-        return self.last_ending or Ending({}, cancelled=True)
+        # A call, or a death between two calls, notes `last_ending`. Without one, `cancel` has ended
+        # ranks that were idle
+        return self.last_ending or Ending.of_cancelled()
 
     def _has_ended(self, pool: Pool) -> bool:
         """Do what is due between two turns. Return True if the ranks have nothing more to do."""
@@ -464,7 +467,7 @@ class RanksRun(PoolRun):
             pool.interrupt(request.call, cancels=cancels)
         else:
             # Also before it was submitted. It stays in the queue: later calls rely on its globals
-            request.end(Ending({}, cancelled=True))
+            request.end(Ending.of_cancelled())
 
     def _fail_queue(self) -> None:
         # It may be empty, because another thread was faster

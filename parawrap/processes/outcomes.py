@@ -304,6 +304,11 @@ class Ending:
     has_output: bool = False  # a rank wrote output during the call
     regroups: bool = False  # the ranks form new process groups before their next call
 
+    @classmethod
+    def of_cancelled(cls) -> Ending:
+        """Return the ending of ranks that were cancelled before any of them had an outcome."""
+        return cls({}, cancelled=True)
+
     @property
     def has_given_up(self) -> bool:
         """True if something else than an outcome of a rank ended the call."""

@@ -249,7 +249,7 @@ class BatchRun(Run):
     def _interruption(self) -> Ending | None:
         """Return the ending of a launch that was cancelled, or that has reached its own limit."""
         if self._is_cancelled:
-            return Ending({}, cancelled=True)
+            return Ending.of_cancelled()
         limit_min = self._platform.timeout_min
         if limit_min is None or time.monotonic() < self._start.began_at + 60 * limit_min:
             return None
