@@ -50,7 +50,7 @@ class Machines:
             store = contextlib.nullcontext(StoreAddress(host, platform.master_port or free_port()))
         elif uses_port(platform):
             # All ranks are on this machine: no other interface needs to listen
-            store = open_tcp_store(host, platform.master_port, everywhere=False)
+            store = open_tcp_store(host, platform.master_port, on_all_interfaces=False)
         else:
             # By default no port, since every user of this machine could connect to it
             store = open_file_store()

@@ -21,7 +21,7 @@ from parawrap.errors import LaunchError
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACES = ("lo", "lo0")  # of Linux and of macOS
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_EVERYWHERE = "0.0.0.0"
+_ALL_INTERFACES = "0.0.0.0"
 LINGER_S = 1.0
 """Seconds that a rank which has returned stays for the others, as docs/launching.md promises.
 
@@ -95,7 +95,7 @@ def open_file_store() -> Iterator[StoreAddress]:
 
 
 @contextlib.contextmanager
-def open_tcp_store(host: str, port: int, *, everywhere: bool) -> Iterator[StoreAddress]:
+def open_tcp_store(host: str, port: int, *, on_all_interfaces: bool) -> Iterator[StoreAddress]:
     """Keep a store at a port, or a free one, of this machine.
 
     It gets the bound socket, so no other process has the port.
@@ -103,7 +103,7 @@ def open_tcp_store(host: str, port: int, *, everywhere: bool) -> Iterator[StoreA
     Args:
         host: The address that ranks connect to.
         port: The port; 0 for a free one.
-        everywhere: True to listen on all interfaces instead of the one of `host`.
+        on_all_interfaces: True to listen on all interfaces instead of the one of `host`.
 
     Raises:
         LaunchError: If the store cannot listen there.
@@ -111,7 +111,7 @@ def open_tcp_store(host: str, port: int, *, everywhere: bool) -> Iterator[StoreA
     try:
         family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(
-            (_EVERYWHERE if everywhere else host, port), family=family, backlog=_BACKLOG
+            (_ALL_INTERFACES if on_all_interfaces else host, port), family=family, backlog=_BACKLOG
         )
     except OSError as error:
         msg = (

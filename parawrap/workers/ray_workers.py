@@ -94,7 +94,7 @@ class RayWorkers:
             self._reservation = Reservation(self._platform)
             self._ray = self._reservation.ray
             # Without a limit: the cluster is large enough when it is idle
-            while not self._reservation.is_ready():
+            while not self._reservation.request_and_wait():
                 self._check_open()
         options = self._reservation.options_of_rank(lane)
         until = monotonic() + _PLACING_S

@@ -55,7 +55,7 @@ class RayMachines(Machines):
     @contextlib.contextmanager
     def open(self, is_cancelled: Callable[[], bool]) -> Iterator[Hosts | None]:
         platform, reservation, ray = self.platform, self.reservation, self.reservation.ray
-        while not reservation.is_ready():
+        while not reservation.request_and_wait():  # for a moment, so this loop is not busy
             if is_cancelled():
                 yield None
                 return
@@ -70,13 +70,15 @@ class RayMachines(Machines):
                     return
             here = str(ray.util.get_node_ip_address())
             is_local = platform.master_addr is None and all(node.address == here for node in nodes)
-            host = LOOPBACK if is_local else here
+            own_address = LOOPBACK if is_local else here
             store = open_tcp_store(
-                platform.master_addr or host, platform.master_port, everywhere=not is_local
+                platform.master_addr or own_address,
+                platform.master_port,
+                on_all_interfaces=not is_local,
             )
-            starting = _ActorStarter(ray, platform, nodes, host, is_cancelled)
-            with store as address, starting as starter:
-                yield Hosts(starter, address)
+            starting = _ActorStarter(ray, platform, nodes, own_address, is_cancelled)
+            with store as store_address, starting as starter:
+                yield Hosts(starter, store_address)
         finally:
             if nodes and ray.is_initialized():
                 ray.wait(
@@ -101,7 +103,8 @@ class _Node:
         self.number = number
         self._reservation = reservation
         self.actor = reservation.start_actor(number)
-        self.host = self.address = ""
+        self.host = ""  # the hostname, for messages
+        self.address = ""  # the IP address, for connections
         # Set once Ray reports the end of its actor
         self.is_lost = threading.Event()
 
@@ -117,7 +120,7 @@ class _Node:
         failed = 0
         while True:
             started = self.actor.started.remote()
-            while not self._reservation.is_done(started):
+            while not self._reservation.wait_briefly(started):
                 if is_cancelled():
                     return False
             try:
@@ -146,7 +149,7 @@ class _ActorStarter:
         ray: Any,
         platform: PlatformFields,
         nodes: list[_Node],
-        host: str,
+        own_address: str,
         is_cancelled: Callable[[], bool],
     ) -> None:
         self._ray = ray
@@ -157,7 +160,8 @@ class _ActorStarter:
         self._per_node = platform.ranks_per_node
         self._nodes = nodes
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._listener = socket.create_server((host, 0), backlog=CONNECTIONS * platform.world_size)
+        backlog = CONNECTIONS * platform.world_size  # all may arrive at once
+        self._listener = socket.create_server((own_address, 0), backlog=backlog)
         self._listener.setblocking(False)
         # New connections, and the bytes that each has sent
         self._hellos: dict[socket.socket, bytes] = {}

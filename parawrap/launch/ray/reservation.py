@@ -72,7 +72,7 @@ def _join(ray: Any) -> None:
 class Reservation:
     """A launch's share of the cluster's resources.
 
-    `is_ready` requests it; `end` releases it. Used by one thread.
+    `request_and_wait` requests it; `end` releases it. Used by one thread.
 
     Raises:
         LaunchError: If Ray is missing, or the cluster is too small for the platform, even when
@@ -92,7 +92,7 @@ class Reservation:
         self._ready: Any = None
         self._check_size()
 
-    def is_ready(self) -> bool:
+    def request_and_wait(self) -> bool:
         """Request the resources, and wait a moment for them. Return True if the launch has them.
 
         Not called by the main thread, where a Ctrl-C could come between the request and the
@@ -107,9 +107,9 @@ class Reservation:
                 [self._bundle] * self._platform.n_nodes, strategy=strategy
             )
             self._ready = self._group.ready()
-        return self.is_done(self._ready)
+        return self.wait_briefly(self._ready)
 
-    def is_done(self, reference: Any) -> bool:
+    def wait_briefly(self, reference: Any) -> bool:
         """Wait a moment for the value of a reference. Return True if it is ready.
 
         Raises:

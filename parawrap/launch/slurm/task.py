@@ -176,7 +176,7 @@ class _Task:
             is_alone = platform.n_nodes == 1
             host = LOOPBACK if is_alone else os.environ["SLURM_LAUNCH_NODE_IPADDR"]
             store = open_tcp_store(
-                platform.master_addr or host, platform.master_port, everywhere=not is_alone
+                platform.master_addr or host, platform.master_port, on_all_interfaces=not is_alone
             )
             address = self._kept.enter_context(store)
             self._folder.write_address(self._start, address)
