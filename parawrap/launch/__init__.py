@@ -25,6 +25,25 @@ any number of calls (`processes/__init__.py` shows one)::
                                                      └── keeper: forks a rank, reports its exit,
                                                                  ends what it leaves
 
+An ordinary launch::
+
+    train(x)                                     of a function with @wrapper(platform)
+     │
+     ├─ check     can ranks be launched here, and do the arguments fit?      api/wrapper.py
+     ├─ launch    choose the launcher, and start the thread of a run         api/sweep.py: run_job
+     │                                                                       _launcher.py, run.py
+     ├─ machines  wait for them; they choose the store where ranks meet      machines.py
+     ├─ start     fork the ranks, and set each one up                        attempts.py, set_up.py
+     ├─ call      send the function; each rank runs it and answers           processes/pool.py
+     ├─ end       let the ranks exit; after a failure, maybe start again     attempts.py
+     └─ results   unpickle the values in the thread that waits               launch.py
+
+If a rank raises or dies, `Pool._settle` notes it, and `Pool._interrupt` ends the other ranks: at
+once, or a second later if the error may be an echo. A rank that has not ended after ``grace_s`` is
+killed. Ranks that stay get a KeyboardInterrupt instead if another rank raises; they end if one
+dies, or if they do not stop. Then `first_failure` (`processes/outcomes.py`) picks the error that is
+raised, unless `may_restart` (`attempts.py`) allows another attempt.
+
 A `Run` (`run.py`) owns the ranks from their start to their end, and its thread acquires and
 releases all that they need. `Launch` and `Ranks` are views on it. All runs are in one registry, and
 one exit hook ends them. The kinds of runs are `Attempts`, `RanksRun`, `RanksCall`, `BatchRun` of
@@ -61,7 +80,7 @@ _launcher.py        | choose the launcher of a platform           | launch/test_
                     |                                             | launch/test_missing_clusters.py
 _platform.py        | `Platform`: the public class, with `open`   | launch/test_platform.py
 _platform_fields.py | fields of a platform: allowed values and    | launch/test_platform.py
-                    | defaults                                    |
+                    | defaults; the device of a local rank        |
 _rank.py            | `Rank`, `current_rank`: the place of a rank | contract/test_results.py
                     |                                             | launch/test_marks.py
 _rank_results.py    | `RankResults`: one result per rank          | displays/test_tables.py
@@ -78,8 +97,8 @@ inheritance.py      | the rank and its variables: found by its    | launch/test_
 inline.py           | `inline`: run the function in this process, | launch/test_inline.py
                     | for a debugger                              |
 launch.py           | `Launch`: the handle of a launch            | launch/test_launch.py
-machines.py         | this machine as the place of ranks, and the | processes/test_process_groups.py
-                    | store where they meet                       |
+machines.py         | this machine as the place of ranks; chooses | processes/test_process_groups.py
+                    | the store where they meet                   |
 preview.py          | `dry_run`: a launch as a text               | launch/test_local.py
                     |                                             | launch/test_shares.py
 ranks.py            | `Ranks`, `OneRank`: handles of ranks that   | launch/test_ranks.py

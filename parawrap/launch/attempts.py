@@ -81,7 +81,7 @@ class PoolRun(Run):
             if hosts is None:
                 yield None
                 return
-            # From here on other threads post to the pool. `close` leaves it without an effect
+            # From here on, other threads post to the pool. After its `close`, a post does nothing
             self._pool = pool = Pool(
                 hosts.starter,
                 self._assignments(hosts, restart, stays=stays),
@@ -108,9 +108,14 @@ class PoolRun(Run):
         for rank in range(platform.world_size):
             place = RankPlace.of(rank, platform.ranks_per_node, platform.n_nodes, restart)
             set_up = RankSetUp(sent, place, hosts.store, variables, self.job.cores)
-            assignments.append(
-                Assignment(self._settings, set_up.enter, set_up.regroup, platform.grace_s, stays)
+            assignment = Assignment(
+                settings=self._settings,
+                set_up=set_up.enter,
+                regroup=set_up.regroup,
+                grace_s=platform.grace_s,
+                stays=stays,
             )
+            assignments.append(assignment)
         return assignments
 
 
@@ -136,7 +141,8 @@ class Attempts(PoolRun):
         platform = self.job.platform
         limit_min = platform.timeout_min
         up_at = None if limit_min is None else time.monotonic() + 60 * limit_min
-        failures = restart = 0
+        restart = 0  # the number of earlier attempts, whatever ended them
+        failures = 0  # of these, the ones that failed: `max_restarts` limits them
         try:
             while True:
                 ending, is_preempted = self._make_attempt(restart, up_at)
@@ -145,7 +151,7 @@ class Attempts(PoolRun):
                     return replace(ending, history=self._history)
                 if self._is_cancelled:
                     return replace(ending, cancelled=True)
-                if not is_requested:  # only failures count for `max_restarts`
+                if not is_requested:
                     failures += 1
                 summary = summary_of_attempt(ending, is_preempted=is_preempted)
                 self._history.append(f"attempt {restart} {summary}")

@@ -146,13 +146,13 @@ class RanksRun(PoolRun):
         self.has_lost_handle = False
         self._last_call_name = LABEL
         self._current: RanksCall | None = None  # that the ranks run
-        # That call, while its caller reads the answers itself
+        # That call, while its caller reads the answers itself, and finishes it
         self._driven: RanksCall | None = None
         self._queue: deque[RanksCall] = deque()
         # By the handle. Calls that are in the queue are still made
         self.is_closed = False
-        # That the ranks may be one step apart. The first such error takes the lock and keeps it;
-        # the next call that succeeds puts a new one here
+        # A token, for the warning that the ranks may be one step apart. The first such error takes
+        # the lock and never releases it; the next call that succeeds puts a new one here
         self._right_to_warn = threading.Lock()
 
     # -- any thread
@@ -343,7 +343,7 @@ class RanksRun(PoolRun):
                 if pool is None:
                     self.last_ending = Ending.of_cancelled()
                 else:
-                    self._has_begun = True
+                    self._has_begun = True  # for `Run.has_begun`
                     self.last_ending = self._run_ranks(pool)
         finally:
             self._machines.close()
@@ -396,8 +396,8 @@ class RanksRun(PoolRun):
             if self.last_ending is None and pool.idle_deaths:
                 self.last_ending = pool.end_of_idle_ranks()
                 pool.end()
-            is_closed = self.is_closed and not self._queue
-            return self.last_ending is not None or pool.is_ending or is_closed
+            gets_no_more_calls = self.is_closed and not self._queue
+            return self.last_ending is not None or pool.is_ending or gets_no_more_calls
 
     def _advance(self, pool: Pool) -> bool:
         """End the call that has ended, or begin the next. Return False if nothing is due."""
@@ -413,7 +413,7 @@ class RanksRun(PoolRun):
                 if not self._queue or self.last_ending is not None or pool.is_ending:
                     return False
                 request = self._current = self._queue.popleft()
-                pool.events.take_back()
+                pool.events.take_back()  # the connections with answers, from the last caller
                 # Cancelled before its turn: it is sent for its globals alone, which later calls
                 # rely on, and no rank runs its function
                 if request.is_done():
@@ -448,7 +448,7 @@ class RanksRun(PoolRun):
         ending = pool.finish(request.call)
         call = request.call
         if ending.is_success:
-            self._right_to_warn = threading.Lock()
+            self._right_to_warn = threading.Lock()  # a new token: one later error may warn
         # Without process groups, no call keeps the states of the ranks equal
         elif ending.is_uneven and not pool.is_ending and self.job.platform.requires_ipc:
             have_begun = set(call.ranks) - call.unloaded

@@ -130,7 +130,8 @@ def fit_job(job: Job, world: World) -> Job:
     # The platform may be shared with other launches, so a copy gets the counts of the world
     fitted = copy.copy(platform)
     per_node = world.ranks_per_node or world.world_size
-    if world.world_size % per_node:  # unequal nodes
+    # A platform has one count for all nodes, so unequal nodes are described as one node
+    if world.world_size % per_node:
         per_node = world.world_size
     object.__setattr__(fitted, "n_nodes", world.world_size // per_node)
     object.__setattr__(fitted, rank_count_field(Device(platform.device)), per_node)
@@ -157,7 +158,8 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
         value = _call(job, world, meeting, calls[0].seed, store)
         # The function of another rank may still wait for this one in a collective. It raises once
         # this rank leaves the groups; otherwise all ranks would wait here for ever
-        values = meeting.gather(value, leave_groups if has_own_groups else None)
+        leave = leave_groups if has_own_groups else None
+        values = meeting.gather(value, while_waiting=leave)
         if None in values:  # a rank requests a restart, and all ranks make it
             return None
         return RankResults(map(unpack, values))

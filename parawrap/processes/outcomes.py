@@ -306,7 +306,7 @@ class Ending:
 
     @classmethod
     def of_cancelled(cls) -> Ending:
-        """Return the ending of ranks that were cancelled before any of them had an outcome."""
+        """Return the ending of a launch, or a call, that was cancelled: no outcome matters."""
         return cls({}, cancelled=True)
 
     @property

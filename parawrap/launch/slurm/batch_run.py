@@ -219,7 +219,7 @@ class BatchRun(Run):
             for stream, path in ((1, files.stdout), (2, files.stderr)):
                 if path.name not in names:
                     continue
-                data = read_file(path, self._taken[path])
+                data = read_file(path, start=self._taken[path])
                 if data:
                     self._taken[path] += len(data)
                     transcript.write(stream, data)
@@ -239,6 +239,7 @@ class BatchRun(Run):
                 continue
             word, value = pickle.loads(report)
             if word != "success":  # submitit's own word: the value is a traceback
+                # The error names the host of the rank
                 self._start.note_hosts(commands.job_state(self.number))
                 raise _error_of_task(self._start.places()[rank], value)
             number, outcome = value
@@ -251,9 +252,12 @@ class BatchRun(Run):
         if self._is_cancelled:
             return Ending.of_cancelled()
         limit_min = self._platform.timeout_min
-        if limit_min is None or time.monotonic() < self._start.began_at + 60 * limit_min:
+        if limit_min is None:
             return None
-        if self._start.is_ending:  # the ranks end anyway, and how they do says more
+        # Infinite until the ranks have met: time in the queue does not count
+        limit_at = self._start.began_at + 60 * limit_min
+        # Ranks that end already have a better reason than the limit
+        if time.monotonic() < limit_at or self._start.is_ending:
             return None
         timed_out = f"not done after timeout_min={limit_min:g} minutes"
         return Ending({}, timed_out=timed_out, stacks=self.stacks())
@@ -268,7 +272,8 @@ class BatchRun(Run):
         start.note_hosts(state)
         if state.requeues > start.number:
             return self._follow_next(state.requeues)
-        # A controller that does not answer must not keep the results of tasks that have ended
+        # scontrol shows no state if the controller does not answer. That must not keep the results
+        # of tasks that have ended
         exit_limit = start.ended_at + _TASK_EXIT_S
         is_silent = state.name == "UNKNOWN" and time.monotonic() > exit_limit
         if not (state.is_over or is_silent):

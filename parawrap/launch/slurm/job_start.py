@@ -40,7 +40,14 @@ _LOST_A_NODE = re.compile(r"srun: error: Node failure on|DUE TO NODE FAILURE")
 
 
 class JobStart:
-    """One start of a job. The thread of the launch uses it; other threads read `outcomes`.
+    """One start of a job, for the thread of the launch.
+
+    Other threads copy the keys of `outcomes`, which is one step. Only the thread of the launch adds
+    to them, and it removes none.
+
+    srun and slurmstepd write to one log, to which all starts append. `deaths` reads it from the
+    place where it ended when this object was made. The methods about lost nodes read what stands
+    between the lines with which this start and the next one begin.
 
     Attributes:
         number: The number of earlier starts.
@@ -128,7 +135,7 @@ class JobStart:
     def lost_node(self) -> int | None:
         """Return the number of the first node that is known to be lost.
 
-        A restart alone is not enough: an operator or a plugin may have requeued the job.
+        A restart alone shows no lost node: an operator or a plugin may have requeued the job.
         """
         if self._platform.n_nodes == 1 and self.says_lost_node():
             return 0
