@@ -363,8 +363,8 @@ class Calls:
             # A join returns a new tensor, or what all lanes returned, which is lane 0's. Without
             # buffers, no lane keeps a tensor
             is_joined_tensor = len(sizes) > 1 and type(output) is torch.Tensor
-            lanes_have_buffers = bool(used[0].tensors)
-            is_new = is_joined_tensor and not lanes_have_buffers
+            has_no_buffers = not used[0].tensors
+            is_new = is_joined_tensor and has_no_buffers
             # An item per lane, each of another lane's replica
             is_per_lane = type(output) is list and len(output) == len(used)
             if rules.join == "list" and is_per_lane:
