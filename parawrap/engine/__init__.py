@@ -25,7 +25,7 @@ How a call runs::
      │            runs all shards of a device
      ├─ gather    join the changes of arguments and the outputs on the        join.py
      │            output device; copy what lanes keep                         placed_call.py
-     │                                                                        hand_over.py
+     │                                                                        output_handover.py
      └─ settle    refuse, give back, or put back what forward wrote into      forward_writes.py
                   the model; enter the changes into the caller's arguments    lent_containers.py
 
@@ -63,7 +63,7 @@ survey, state  | what the model leads to, and what it held at the last refresh; 
   repeated (`_SETTLED_S` in `model_state.py`).
 - The caller's containers are written after all joins, so a refused call leaves dicts and lists of
   its arguments alone.
-- Of several lanes that fail, the first one's error is raised (`raise_first_failure` in `apply.py`).
+- Of several lanes that fail, the first one's error is raised (`lane_errors.py`).
 - `tests/engine/test_entries.py` limits the number of functions that a warm call enters.
 
 Without `out_dims`, the sizes of the shards are never all equal (`uneven_sizes` in
@@ -105,19 +105,19 @@ When the code of a file runs:
 
 - For each call: `call.py`, `cut.py`, `flat_call.py`, `model_state.py`, `lanes.py`, `join.py`; with
   other arguments than tensors on the CPU also `placed_call.py`, `borrowed.py`,
-  `lent_containers.py`, `joiner.py`, `hand_over.py`, `device_streams.py`. Whole calls have
-  `session.py`, `streams.py`, and `whole_call.py`.
+  `lent_containers.py`, `joiner.py`, `output_handover.py`, `device_streams.py`. Whole calls
+  have `session.py`, `streams.py`, and `whole_call.py`.
 - For each new structure of arguments: `in_dims.py`, `shard_sizes.py`.
 - When replicas are made or refreshed: `replicas.py`, `replica.py`, `survey.py`, `edition.py`,
   `called_code.py`, `copy_target.py`, `copy_checks.py`, `places.py`, `parameter_copies.py`,
   `refused_models.py`.
-- When a call or an output is refused: `cut_errors.py`, `join_errors.py`, `join_trials.py`,
-  `output_place.py`.
+- When a lane fails, or a call or an output is refused: `lane_errors.py`, `cut_errors.py`,
+  `join_errors.py`, `join_trials.py`, `output_place.py`.
 
 file                | contents                             | tests
 ------------------- | ------------------------------------ | ---------------------------------------
-apply.py            | run tasks in lanes; the error of     | api/parallel/test_errors.py
-                    | several lanes                        | api/test_scatter_gather.py
+apply.py            | `apply_tasks`: run functions in      | api/test_scatter_gather.py
+                    | lanes, for `parallel_apply`          | api/test_tuple_parallel.py
 batched_copies.py   | send many tensors to another device  | devices/test_cost_of_copies.py
                     | in few copies                        | devices/test_replica_set.py
 borrowed.py         | changes of arguments: noted for each | api/parallel/test_borrowed_arguments.py
@@ -157,8 +157,6 @@ forward_writes.py   | writes of forward into the model:    | api/parallel/test_s
                     | refused                              | api/parallel/test_shared_by_lanes.py
 given.py            | arguments of a call in another       | workers/test_given_arguments.py
                     | process: changes there, made here    |
-hand_over.py        | outputs without the containers and   | api/parallel/test_handed_over.py
-                    | buffers that a lane keeps            |
 in_dims.py          | `in_dims`: where the rows of each    | api/parallel/test_cutting.py
                     | argument lie                         |
 join.py             | `join`: the outputs of the lanes;    | engine/test_join_outputs.py
@@ -173,6 +171,8 @@ join_trials.py      | find each place that cannot be       | api/parallel/test_c
                     | it                                   |
 joiner.py           | `Joiner`: join outputs place by      | engine/test_join_outputs.py
                     | place, or refuse                     | api/parallel/test_joining.py
+lane_errors.py      | the error of the first lane that     | api/parallel/test_errors.py
+                    | failed, with notes                   |
 lanes.py            | lanes: their guarantees, threads,    | api/parallel/test_concurrency.py
                     | parts of a call, the caller's modes  | api/parallel/test_interrupts.py
                     |                                      | api/parallel/test_modes.py
@@ -183,6 +183,8 @@ model_state.py      | `ModelState.is_current`: compare the | api/parallel/test_f
                     | model with its state at the last     |
                     | refresh; `Snapshot`: what containers |
                     | of a model or of a replica held      |
+output_handover.py  | outputs without the containers and   | api/parallel/test_output_handover.py
+                    | buffers that a lane keeps            |
 output_place.py     | `OutputPlace`, `Cure`: one place of  | api/parallel/test_cures_of_outputs.py
                     | a refused output, its sizes          |
 parameter_copies.py | copies of parameters on other        | devices/test_parameter_copies.py
@@ -191,13 +193,13 @@ parameter_copies.py | copies of parameters on other        | devices/test_parame
 patch.py            | replace methods of a module while a  | api/parallel/test_same_object.py
                     | block is open                        |
 placed_call.py      | calls with other arguments than      | api/parallel/test_joining.py
-                    | tensors on the CPU: the shards that  | api/parallel/test_handed_over.py
+                    | tensors on the CPU: the shards that  | api/parallel/test_output_handover.py
                     | lanes place, and the way back        | devices/test_parallel.py
 places.py           | containers of a model: where they    | api/parallel/test_freshness.py
                     | are, how they are read and written   |
 refused_models.py   | models that get no replicas          | devices/test_replica_set.py
                     |                                      | cuda/test_graphs.py
-replica.py          | one replica: its tensors, what it    | api/parallel/test_handed_over.py
+replica.py          | one replica: its tensors, what it    | api/parallel/test_output_handover.py
                     | owns, what is put back               | devices/test_lane_state.py
 replicas.py         | replicas of all lanes: make,         | api/parallel/test_freshness.py
                     | refresh, renew buffers, settle       | api/parallel/test_renewed_buffers.py

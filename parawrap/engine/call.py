@@ -48,16 +48,17 @@ from parawrap._private_names import (
     version_of,
 )
 from parawrap.backends import Backend, device_of, warn_caller
-from parawrap.engine.apply import apply_tasks, note_fixed_devices, raise_first_failure
+from parawrap.engine.apply import apply_tasks
 from parawrap.engine.borrowed import WRITTEN_WHOLE
 from parawrap.engine.called_code import draws_from_generator
 from parawrap.engine.cut import Cutter, ShardPlan
 from parawrap.engine.device_streams import Moment, moments_of
 from parawrap.engine.flat_call import FlatCall
-from parawrap.engine.hand_over import hand_over
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
+from parawrap.engine.lane_errors import note_fixed_devices, raise_first_failure
 from parawrap.engine.lanes import Lanes, here
+from parawrap.engine.output_handover import hand_over
 from parawrap.engine.placed_call import PlacedCall
 from parawrap.engine.replicas import CopiesOfParts, CopyOptions, Replicas
 from parawrap.engine.trace import Recorder, record_call

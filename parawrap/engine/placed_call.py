@@ -16,11 +16,11 @@ from parawrap.backends import record_use
 from parawrap.engine.borrowed import Borrowed, Loan, rules_of_entries
 from parawrap.engine.cut import Shard, ShardPlan
 from parawrap.engine.flat_call import FlatCall
-from parawrap.engine.hand_over import hand_over
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lanes import without_autocast
 from parawrap.engine.lent_containers import Path
+from parawrap.engine.output_handover import hand_over
 from parawrap.engine.replica import Replica
 from parawrap.tree import WholeLeaf, flatten
 

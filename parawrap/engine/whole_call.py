@@ -27,11 +27,11 @@ from parawrap.backends import backend_of, drop_own_frames, record_use
 from parawrap.engine.borrowed import NOTHING, lend, replace_new_entries, rules_of_entries
 from parawrap.engine.call import Calls, Entry
 from parawrap.engine.device_streams import Moment, Reached
-from parawrap.engine.hand_over import hand_over
 from parawrap.engine.join import join
 from parawrap.engine.lanes import Lane, Modes, here
 from parawrap.engine.lent_containers import paths_of_containers
 from parawrap.engine.model_state import ModelState
+from parawrap.engine.output_handover import hand_over
 from parawrap.engine.replica import Replica
 from parawrap.engine.replicas import Replicas
 from parawrap.engine.streams import Prepare, Tell, as_call

@@ -18,9 +18,9 @@ from parawrap.engine.borrowed import NOTHING, Loan, lend
 from parawrap.engine.called_code import is_generator
 from parawrap.engine.edition import is_written_unseen
 from parawrap.engine.given import mark_arguments, read_changes
-from parawrap.engine.hand_over import hand_over
 from parawrap.engine.lanes import Modes
 from parawrap.engine.lent_containers import paths_of_containers
+from parawrap.engine.output_handover import hand_over
 from parawrap.engine.replicas import Replicas
 from parawrap.engine.streams import as_call
 from parawrap.errors import SessionError

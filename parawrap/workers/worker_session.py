@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from parawrap.backends import backend_of, device_of, warn_caller
-from parawrap.engine.apply import raise_first_failure
 from parawrap.engine.borrowed import WRITTEN_WHOLE, Borrowed, rules_of_entries
 from parawrap.engine.call import Entry, must_run_plainly
 from parawrap.engine.cut import Cutter, Shard, ShardPlan
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
+from parawrap.engine.lane_errors import raise_first_failure
 from parawrap.engine.lanes import Modes, here, without_autocast
 from parawrap.engine.stats import LaneStats, Stats
 from parawrap.engine.streams import (
