@@ -26,8 +26,8 @@ from parawrap.workers.worker import Form, ModelServer, ReceivedAnswers
 
 # For the start of an actor, which imports torch. A guess that no test has contradicted
 _PLACING_S = 60.0
-# The fields that a block uses
-_FIELDS = ("name", "device", "launcher", "n_nodes", "n_gpus", "n_cpus", "ram")
+# Fields of `Platform` that a block uses. All others must have their defaults
+_FIELDS_OF_BLOCK = ("name", "device", "launcher", "n_nodes", "n_gpus", "n_cpus", "ram")
 
 
 def devices_of(platform: Platform) -> list[torch.device]:
@@ -53,7 +53,7 @@ def devices_of(platform: Platform) -> list[torch.device]:
         raise PlatformError(msg)
     default = Platform(device="ray")
     for name, value in vars(platform).items():
-        if name not in _FIELDS and value != getattr(default, name):
+        if name not in _FIELDS_OF_BLOCK and value != getattr(default, name):
             msg = f"{name}={value!r}: this field has no meaning for a parallel block. Leave it out"
             raise PlatformError(msg)
     kind = "cuda:0" if platform.device == Device.GPU else "cpu"  # each actor sees its own GPU alone
@@ -82,10 +82,10 @@ class RayWorkers:
         self._ray: Any = None
         self._reservation: Reservation | None = None
         self._has_ended = False
-        self._stored: _StoredModel | None = None  # the last one
+        self._last_model: _StoredModel | None = None  # the model that was sent last
 
     def start(self, lane: int, seed: int) -> RayWorker:
-        """Start the worker of a lane.
+        """Start the worker of a lane. `seed` is that of its random generators.
 
         Raises:
             LaunchError: If the cluster has too few resources.
@@ -93,16 +93,24 @@ class RayWorkers:
         if self._reservation is None:
             self._reservation = Reservation(self._platform)
             self._ray = self._reservation.ray
-            # Without a limit: the cluster is large enough when it is idle
+            # Without a time limit: `Reservation` has checked that the cluster is large enough, so
+            # the wait ends when other users of the cluster leave
             while not self._reservation.request_and_wait():
                 self._check_open()
-        options = self._reservation.options_of_rank(lane)
+        actor_options = self._reservation.options_of_rank(lane)
         until = monotonic() + _PLACING_S
         while True:
             self._check_open()
-            worker = RayWorker(self._ray, lane, self.devices[lane], options, seed, self._store)
+            worker = RayWorker(
+                self._ray,
+                lane,
+                self.devices[lane],
+                actor_options=actor_options,
+                seed=seed,
+                store_model=self._store_model,
+            )
             try:
-                self._ray.get(worker.started(), timeout=max(0.0, until - monotonic()))
+                self._ray.get(worker.ping(), timeout=max(0.0, until - monotonic()))
                 return worker
             except Exception as error:
                 worker.stop(at_once=True)
@@ -139,7 +147,7 @@ class RayWorkers:
         May be called again.
         """
         self._has_ended = True  # first: a thread that starts a worker reads it between two steps
-        self._stored = None
+        self._last_model = None
         reservation, self._reservation = self._reservation, None
         if reservation is not None:
             reservation.end()
@@ -154,15 +162,15 @@ class RayWorkers:
             msg = f"{self._platform.name}: {why} while workers started"
             raise LaunchError(msg)
 
-    def _store(self, packed: Packed) -> Any:
+    def _store_model(self, packed: Packed) -> Any:
         """Return the reference of a packed model in the object store. All workers share it."""
-        stored = self._stored
-        if stored is None or stored.packed is not packed:
+        last = self._last_model
+        if last is None or last.packed is not packed:
             import numpy as np
 
             reference = self._ray.put(np.frombuffer(packed.to_bytes(), dtype=np.uint8))
-            stored = self._stored = _StoredModel(packed, reference)
-        return stored.reference
+            last = self._last_model = _StoredModel(packed, reference)
+        return last.reference
 
 
 class RayWorker:
@@ -173,17 +181,20 @@ class RayWorker:
         ray: Any,
         lane: int,
         device: torch.device,
-        options: dict[str, Any],
+        *,
+        actor_options: dict[str, Any],
         seed: int,
-        store: Callable[[Packed], Any],
+        store_model: Callable[[Packed], Any],
     ) -> None:
         self._label = f"worker {lane} on {device}"
         self._ray = ray
-        self._store = store
+        self._store_model = store_model
         self._sent: deque[Any] = deque()  # references of answers, oldest first
         self._death: Exception | None = None
-        threads = max(1, int(options["num_cpus"]))
-        actor = ray.remote(Actor).options(name=None, max_restarts=0, max_task_retries=0, **options)
+        threads = max(1, int(actor_options["num_cpus"]))
+        actor = ray.remote(Actor).options(
+            name=None, max_restarts=0, max_task_retries=0, **actor_options
+        )
         self._actor = actor.remote(str(device), threads, seed, sys.path)
 
     @property
@@ -191,9 +202,9 @@ class RayWorker:
         """The reference of the next answers; None if nothing was sent."""
         return self._sent[0] if self._sent else None
 
-    def started(self) -> Any:
-        """Return a reference that is ready when the actor runs."""
-        return self._actor.started.remote()
+    def ping(self) -> Any:
+        """Return a reference in Ray that is ready when the actor runs."""
+        return self._actor.ping.remote()
 
     def send(self, body: tuple[Any, ...], packer: Packer, model: Packed | None) -> None:
         """Send calls, and the model that they and the later ones need if it is another one.
@@ -203,7 +214,7 @@ class RayWorker:
         """
         if not self._ray.is_initialized():  # otherwise the call would start Ray again
             raise ConnectionError
-        stored = None if model is None else self._store(model)
+        stored = None if model is None else self._store_model(model)
         self._sent.append(self._actor.answer.remote(_parcel_of(body, packer), stored))
 
     def receive(self) -> list[ReceivedAnswers] | None:
@@ -266,8 +277,8 @@ class Actor:
         torch.manual_seed(seed)
         self._server = ModelServer(torch.device(device))
 
-    def started(self) -> None:
-        """Do nothing: the actor runs."""
+    def ping(self) -> None:
+        """Do nothing: an answer shows that the actor runs."""
 
     def answer(self, parcel: Parcel, model: Any) -> Parcel:
         """Make the calls of a message, with another model if there is one."""
