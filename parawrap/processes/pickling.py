@@ -366,6 +366,8 @@ def _reduce_exception(error: BaseException, *, replaces: bool) -> Any:
     The user's ``__init__`` and ``__reduce__`` often fail, so they are not called. A class in C with
     its own state, such as pydantic's ValidationError, can be made only by its own reduction. Causes
     may form a circle, so they are state, which is pickled afterwards.
+
+    The builtin class `base` makes an object of the user's class from the arguments `made_from`.
     """
     base: Any = type(error)
     # `__base__` is the base that makes instances, which may not be the first one
@@ -381,6 +383,8 @@ def _reduce_exception(error: BaseException, *, replaces: bool) -> Any:
     if isinstance(own, tuple):
         _, slots = own  # the attributes in slots; the others are in `state` already
         state |= slots
+    # C keeps this name outside of `__dict__`, and some versions of Python leave it out above.
+    # Other builtin classes reduce their fields, or read them from `args`
     if isinstance(error, (NameError, AttributeError)):
         state["name"] = error.name
     args = error.args
@@ -388,8 +392,10 @@ def _reduce_exception(error: BaseException, *, replaces: bool) -> Any:
         made_from = tuple(map(_sendable, made_from))
         args = tuple(map(_sendable, args))
         state = {name: _sendable(value) for name, value in state.items()}
+    constructor_args = type(error), base, made_from
     parts = args, state, error.__cause__
-    return _new_exception, (type(error), base, made_from), parts, None, None, _set_exception_state
+    # The six parts of `object.__reduce__`; an exception has no items of a list or dict
+    return _new_exception, constructor_args, parts, None, None, _set_exception_state
 
 
 def _sendable(value: Any) -> Any:
@@ -413,9 +419,10 @@ def _set_exception_state(
     error: BaseException, parts: tuple[tuple[Any, ...], dict[str, Any], BaseException | None]
 ) -> None:
     args, state, cause = parts
+    # The class may have a property `args`, or be a frozen dataclass
     BaseException.args.__set__(error, args)  # type: ignore[attr-defined]
     for name, value in state.items():
-        object.__setattr__(error, name, value)  # also if the class is a frozen dataclass
+        object.__setattr__(error, name, value)
     if cause is not None:  # setting None would hide the context
         object.__setattr__(error, "__cause__", cause)
 
@@ -439,9 +446,10 @@ def _refusal(value: Any) -> Exception | None:
     try:
         ValuePickler(io.BytesIO(), buffers).dump(value)
     except Exception as error:  # noqa: BLE001 (classes may raise anything)
-        # its frames lead back to the caller's, which holds the error
+        # The frames of its traceback lead back to the caller's, which holds the error: a cycle
         return error.with_traceback(None)
     finally:
+        # The traceback of a cause may keep this frame, and with it the memory of tensors
         buffers.clear()
     return None
 
@@ -450,10 +458,11 @@ def _find_unpicklable(value: Any, address: str, error: Exception) -> _Unpicklabl
     """Return the innermost unpicklable part."""
     whole = _Unpicklable(address, value, error)
     dead_ends: list[_Unpicklable] = []
-    # Without an address, the first step leads to the parts that have names
+    # Without an address, `value` is a dict whose keys are the names of its parts. The step to them
+    # does not count
     steps = _MOST_STEPS if address else _MOST_STEPS + 1
     found = _descend(whole, steps, {id(value): value}, dead_ends)
-    return found or dead_ends[0]  # the first is the innermost: each follows its parts
+    return found or dead_ends[0]  # an innermost one: each is noted after its parts
 
 
 def _descend(
@@ -468,10 +477,13 @@ def _descend(
         return whole
     is_cause = True  # as long as all parts can be pickled
     for part, place in _parts(whole.value, whole.address):
+        # Also an object of a subclass, such as a member of an IntEnum: it is rarely the cause
         if isinstance(part, PLAIN):
             continue
-        if id(part) in refused or len(refused) == _MOST_REFUSED:
-            is_cause = False  # the part may be, but is searched once, or not at all
+        was_searched = id(part) in refused
+        has_refused_enough = len(refused) == _MOST_REFUSED
+        if was_searched or has_refused_enough:
+            is_cause = False  # this part may be the cause
         elif (error := _refusal(part)) is not None:
             is_cause = False
             refused[id(part)] = part  # alive, so that no other part gets its id
