@@ -63,7 +63,8 @@ class Events:
 
     Attributes:
         lock: Held while an event is handled, and by any thread that changes the state of the pool.
-        timers: Actions, and when they are due.
+        timers: When each action is due, by the monotonic clock. A bound method is equal to itself,
+            so an action that is set again has one timer, with the new time.
     """
 
     def __init__(self) -> None:
@@ -118,8 +119,11 @@ class Events:
         number = file if isinstance(file, int) else file.fileno()
         self._selector_of(number).unregister(number)
 
-    def watch_for_room(self, wire: Wire) -> None:
-        """Call the action of a wire also when its socket has room, while something waits for it."""
+    def update_watch(self, wire: Wire) -> None:
+        """Call the action of a wire also when its socket has room, while something waits for it.
+
+        Call this after each change of `has_unsent`.
+        """
         number = wire.fileno()
         if number < 0:
             return

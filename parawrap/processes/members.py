@@ -23,7 +23,7 @@ from parawrap.processes.main_thread import Status
 from parawrap.processes.outcomes import Died, Ended, Outcome
 from parawrap.processes.output import Transcript
 from parawrap.processes.rank_process import FORCED, Assignment
-from parawrap.processes.wire import NEWS, Message, Wire
+from parawrap.processes.wire import SLABS_ONLY, Message, Wire
 
 # For the server to report the end of killed ranks. A guess that no test has contradicted
 _GIVE_UP_S = 20.0
@@ -60,7 +60,7 @@ class Member:
     status: int  # a pipe with records of the server
     transcript: Transcript
     transcripts: Sequence[Transcript]  # get its output: its own, and that of a call with a handle
-    # standard output (1) and error (2), while open
+    # Descriptors of its standard output, under 1, and error, under 2, while they are open
     streams: dict[int, int] = field(default_factory=dict)
     is_read_elsewhere: bool = False  # a lane of workers reads `wire`, and closes it
     record: bytes = b""  # a part of a status record
@@ -157,41 +157,42 @@ class Members:
                 msg = f"rank {rank} cannot get its settings: {error}"
                 raise LaunchError(msg) from error
             if not is_read_elsewhere:
-                self._events.watch_for_room(member.wire)
+                self._events.update_watch(member.wire)
         return member
 
     def _take_over(self, member: Member) -> None:
         """Watch a process, and own it from then on."""
         with self._events.lock:
+            # Answers are watched apart: a caller's thread may read them
             if not member.is_read_elsewhere:
                 self._events.watch_answers(member.wire, partial(self.receive, member, member.wire))
             self._events.watch(member.control, partial(self.receive, member, member.control))
             self._events.watch(member.status, partial(self._on_status, member))
-            for number, file in member.streams.items():
-                os.set_blocking(file, False)
-                self._events.watch(file, partial(self._read_output, member, number))
+            for number, descriptor in member.streams.items():
+                os.set_blocking(descriptor, False)
+                self._events.watch(descriptor, partial(self._read_output, member, number))
             self.all.append(member)
 
     # -- messages and output
 
     def tell(self, member: Member, word: str, body: Any = None) -> None:
         """Send a message to the control thread of a rank. What has no room leaves later."""
-        if member.control.fileno() >= 0:
+        if member.control.is_open:
             member.tell(word, body)
-            self._events.watch_for_room(member.control)
+            self._events.update_watch(member.control)
 
     def receive(self, member: Member, wire: Wire) -> None:
         """Read once, send what waits for room, and hand on the messages that are complete."""
         if wire.has_unsent:  # the socket may have room, which also wakes the selector
             wire.flush()
-            self._events.watch_for_room(wire)
+            self._events.update_watch(wire)
         try:
             messages = wire.read()
         except EOFError:  # the rank has exited, or is about to
             self.drop(wire)
             return
         for message in messages:
-            if message.word != NEWS:
+            if message.word != SLABS_ONLY:
                 self._listener.on_message(member, message)
 
     def drain(self, member: Member) -> None:
@@ -202,14 +203,15 @@ class Members:
         if not _is_readable(*member.streams.values()):  # one entry into the kernel, not two
             return
         for number in list(member.streams):
-            while number in member.streams and self._read_output(member, number):
-                pass
+            has_more = True
+            while has_more:
+                has_more = self._read_output(member, number)
 
     def _read_output(self, member: Member, number: int) -> bool:
-        """Read output, and return True if there was some."""
-        file = member.streams[number]
+        """Read output, and return True if there was some. At its end, close the stream."""
+        descriptor = member.streams[number]
         try:
-            data = os.read(file, _PIECE)
+            data = os.read(descriptor, _PIECE)
         except BlockingIOError:
             return False
         except ConnectionError:  # of a rank on another machine
@@ -219,7 +221,7 @@ class Members:
             for transcript in member.transcripts:
                 transcript.write(number, data)
         else:
-            self._events.forget(file)
+            self._events.forget(descriptor)
             os.close(member.streams.pop(number))
         return bool(data)
 
@@ -228,7 +230,7 @@ class Members:
 
         The rank sees the end, also if a child that the user's code forked holds a copy.
         """
-        if wire.fileno() >= 0:
+        if wire.is_open:
             self._events.forget(wire)
             wire.shut()
             wire.close()
@@ -273,7 +275,7 @@ class Members:
         # A child that the user forked from this process may hold the other end: nothing more comes
         member.wire.shut()
         if not member.is_read_elsewhere:
-            while member.wire.fileno() >= 0:  # `receive` closes it at its end
+            while member.wire.is_open:  # `receive` closes it at its end
                 self.receive(member, member.wire)
         self.drain(member)
         self._listener.on_end(member, self.death_of(member, code, lost_with))

@@ -78,8 +78,9 @@ _log = logging.getLogger("parawrap.launch")
 class Pool:
     """The ranks of one launch, or those that stay.
 
-    Its owner is a thread, which calls all methods, except for `post`, `state_of`, and `stacks`. A
-    caller that makes a call itself holds `events.lock` for `begin`, `has_ended`, and `finish`.
+    Its owner is a thread, which calls all methods, except for `post`, `state_of`, `stacks`, and
+    `lines`. A caller that makes a call itself holds `events.lock` for `begin`, `has_ended`, and
+    `finish`.
 
     Args:
         starter: Starts the processes.
@@ -269,7 +270,7 @@ class Pool:
         for wire, letter in letters:
             wire.enqueue(letter)
             wire.flush()
-            self.events.watch_for_room(wire)
+            self.events.update_watch(wire)
         self.events.wake_in_time()
 
     def _note_begin(self, call: Call) -> None:
@@ -365,9 +366,9 @@ class Pool:
         """Free large slabs that no call has used for a while. No caller makes a call."""
         self.events.take_back()  # the numbers of released slabs arrive as messages
         for member in self._members.all:
-            if member.wire.fileno() >= 0:
+            if member.wire.is_open:
                 member.wire.trim()
-                self.events.watch_for_room(member.wire)
+                self.events.update_watch(member.wire)
 
     def interrupt(self, call: Call, *, cancels: bool = False) -> None:
         """Raise KeyboardInterrupt in the function of each rank that runs this call."""
@@ -449,7 +450,7 @@ class Pool:
         if isinstance(outcome, Died) and self._stays:  # the other ranks are of no use without it
             self.end()
         elif isinstance(outcome, Requeued):
-            self._timers.setdefault(self.end, now + self._grace_s)
+            self._timers.setdefault(self.end, now + self._grace_s)  # an earlier limit holds
             self._timers.pop(self._interrupt, None)  # the reported echo came from this exit
         elif isinstance(outcome, (Raised, Died)):
             first = first_failure(call.outcomes)

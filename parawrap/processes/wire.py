@@ -56,11 +56,11 @@ _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ETOOMA
 _EMPTY = memoryview(b"")
 _WIRE_IDLE_S = 3.0  # after which a rank returns large slabs; a guess: training steps are shorter
 
-NEWS = ""
+SLABS_ONLY = ""
 """The word of a message that only brings numbers of slabs."""
 
 LOST = "lost"
-"""The word of a message whose body lay in memory that this process could not map."""
+"""The word that `read` gives a message whose own word lay in memory that it could not map."""
 
 
 class Message(NamedTuple):
@@ -124,6 +124,11 @@ class Wire:
     def fileno(self) -> int:
         """Return the socket's descriptor for selectors; -1 once closed."""
         return self._socket.fileno()
+
+    @property
+    def is_open(self) -> bool:
+        """True until `close`."""
+        return self._socket.fileno() >= 0
 
     def lend_all(self) -> None:
         """Leave all tensors that arrive in slabs there: the reader drops them soon."""
@@ -277,7 +282,7 @@ class Wire:
         while True:
             while self._messages:
                 message = self._messages.popleft()
-                if message.word != NEWS:
+                if message.word != SLABS_ONLY:
                     return message
             try:
                 # Without either, the wait has no time limit: setting one takes two system calls
@@ -302,7 +307,7 @@ class Wire:
     def read(self) -> list[Message]:
         """Read once, and return the messages that are complete.
 
-        Those with the word NEWS ask for nothing.
+        Those with the word SLABS_ONLY need no handling: `read` has taken their numbers.
 
         Raises:
             EOFError: If the other end is closed.
@@ -432,7 +437,7 @@ class Wire:
         self._slabs.trim()
         if self._slabs.retired or self._slabs.has_released:
             with contextlib.suppress(OSError):  # a limit of this process: the next message has them
-                self.send(NEWS)
+                self.send(SLABS_ONLY)
 
     def shut(self) -> None:
         """End the connection at both ends, also if a forked child has this one.

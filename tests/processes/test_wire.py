@@ -19,7 +19,7 @@ from parawrap import SessionError
 from parawrap.processes.packing import Packer, restore
 from parawrap.processes.pickling import pack, unpack
 from parawrap.processes.shared_memory import MOST_KEPT, Block
-from parawrap.processes.wire import LOST, NEWS, Wire
+from parawrap.processes.wire import LOST, SLABS_ONLY, Wire
 from tests.helpers.limits import files_left
 
 MIB = 1 << 20
@@ -250,10 +250,10 @@ def test_large_slabs_are_returned(pair):
     exchange(one, other, torch.zeros(MOST_KEPT))
     gc.collect()
     other.trim()
-    assert one_message(one).word == NEWS
+    assert one_message(one).word == SLABS_ONLY
     assert memory_of(one) > MOST_KEPT
     one.trim()
-    assert one_message(other).word == NEWS
+    assert one_message(other).word == SLABS_ONLY
     assert memory_of(one) == len(other._slabs._mapped) == 0
 
 
