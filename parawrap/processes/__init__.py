@@ -4,6 +4,9 @@
       │ └── control wire ───► control thread of a rank: stacks, interrupts, its end
       └──── ForkServer: forks ranks, reports how they end, ends what they leave behind
 
+There are two wires because the main thread of a rank reads nothing while it runs a call. Its
+control thread must read orders meanwhile.
+
 This package knows a number of ranks, settings, and functions. It does not depend on platforms,
 clusters, or models.
 
@@ -11,23 +14,30 @@ How a call of ranks that stay runs::
 
     ranks(f, x)
      │
-     ├─ pack      the function if the ranks lack it, the globals that         kept_functions.py
-     │            changed, the arguments                                      script_globals.py
-     ├─ hold      Ctrl-C only wakes this thread until `finish`: no message    held_signals.py
-     │            is half read
-     ├─ begin     encode for every rank, then send: a limit of this           pool.py, wire.py
-     │            process fails the call, and no rank has got it
-     ├─ drive     this thread waits for the answers, and reads them           events.py
-     │            ▲ the thread of the pool reads status and output, runs      launch/ranks_run.py
-     │            │ timers, and wakes this thread at a death; it goes on      members.py
-     │            └ with the call after Ctrl-C
-     ├─ finish    note how the ranks ended it; release Ctrl-C                 pool.py
-     └─ load      unpickle the values, or raise the error of the first        outcomes.py
-                  failure
+     ├─ SentScript.pack_call                                                  script_globals.py
+     │      pack the function if the ranks lack it, the globals that          kept_functions.py
+     │      changed, and the arguments
+     ├─ HeldSignals                                                           held_signals.py
+     │      until `finish`, Ctrl-C only wakes this thread: no message is
+     │      half read
+     ├─ Pool.begin                                                            pool.py
+     │      encode for every rank, then send: a limit of this process         wire.py
+     │      fails the call, and no rank has got it
+     ├─ RanksRun.drive                                                        launch/ranks_run.py
+     │      this thread waits for the answers, and reads them                 events.py
+     │      ▲ the thread of the pool reads status and output, runs timers,    members.py
+     │      └ and wakes this thread at a death; it goes on after Ctrl-C
+     ├─ Pool.finish                                                           pool.py
+     │      note how the ranks ended it; release Ctrl-C
+     └─ values_of                                                             outcomes.py
+            unpickle the values, or raise the error of the first failure
 
 If another call runs, or waits, a call lines up behind it, and the thread of the pool makes it.
-`Pool._settle` and `Pool._look` decide when a call ends, and `first_failure` in `outcomes.py` which
-error is raised.
+
+If a rank raises or dies, `Pool._settle` interrupts the call in the other ranks. An echo in a rank
+waits a second for the original failure. `Pool._look` finds ranks that hang or wait in vain. The
+call ends once each of its ranks has an outcome, and `first_failure` in `outcomes.py` picks the
+error.
 
 Words that several files use:
 
@@ -40,8 +50,10 @@ Words that several files use:
   that its owner fills again once the reader has released it.
 
 Two rules hold for all pools, and `tests/processes/test_supervision.py` keeps them: the thread that
-owns a pool resolves every open call on every way out, and nothing in it waits without a deadline. A
-worker is a rank that stays: its lane sends and receives, and one thread per block notices how
+owns a pool resolves every open call on every way out, and nothing in it waits without a deadline,
+which is an hour if nothing is due earlier.
+
+A worker is a rank that stays: its lane sends and receives, and one thread per block notices how
 processes end (`workers/local_workers.py`).
 
 file              | contents                                    | tests
