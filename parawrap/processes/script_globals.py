@@ -103,7 +103,7 @@ class PackedCall(NamedTuple):
 class _KnownSpace(NamedTuple):
     """A space, and its key."""
 
-    space: str
+    key: str
     globals_: dict[str, Any]  # alive, so that no other dict gets its id
 
 
@@ -198,7 +198,8 @@ class SentScript:
             "key": None if kept is None else kept.key,  # under which the ranks keep the call
             "gone": [] if kept is None else self._kept.gone_with(function),  # keys to forget
             "is_by_value": isinstance(function, types.FunctionType) and not goes_by_name(function),
-            "notes": _Notes(),  # last, when the pickler has noticed everything
+            # Last: it is pickled as what the pickler has noticed of all others
+            "notes": _Notes(),
         }
         packed = pack(call, make_pickler=functools.partial(_CallPickler, self, new))
         return PackedCall(range(packed.size), packed, new, deleted, kept)
@@ -235,7 +236,7 @@ class SentScript:
         if known is None:
             known = _KnownSpace(self._make_key(globals_), globals_)
             self._known[id(globals_)] = known
-        return known.space
+        return known.key
 
     def _make_key(self, globals_: dict[str, Any]) -> str:
         name = str(globals_.get("__name__"))
@@ -259,7 +260,7 @@ class SentScript:
         self._by_value = now
         # The key of a module's globals says how the module travels
         for identity, known in list(self._known.items()):
-            self._known[identity] = known._replace(space=self._make_key(known.globals_))
+            self._known[identity] = known._replace(key=self._make_key(known.globals_))
         for name, sent in list(self._sent.items()):
             for definition in _definitions_in(sent.value):
                 module = _module_of(definition)
@@ -284,7 +285,7 @@ class SentScript:
         The value of a name that is not a global is `ABSENT`: it may be a builtin, or a global
         that was deleted.
         """
-        seen: set[int] = set()
+        seen: set[int] = set()  # ids: `function` keeps all parts alive, so no id is used twice
         todo = [function]
         while todo:
             value = todo.pop()
@@ -418,7 +419,7 @@ def _module_of(definition: Any) -> str | None:
 
 
 class _Notes:
-    """Stands for what the pickler noticed. It is pickled last, as a dict.
+    """Stands for what `_CallPickler` noticed, which pickles this last, as a dict.
 
     "main" has the functions and classes of ``__main__`` that were pickled by value. torch.save,
     all_gather_object, and other code that pickles by name finds them there. "sources" has the
