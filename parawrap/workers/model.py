@@ -101,7 +101,7 @@ class SentModel:
         self.refreshes = self.copied_bytes = 0
         self.parameters: list[torch.Tensor] = [*target.parameters()] if is_module else []
         self._is_lazy = any(map(is_lazy, self.parameters))
-        self._doubts = Doubts()
+        self._doubts = Doubts()  # reasons to send the model again: see `renew`
         # All workers build the same model, also one that replaces a dead worker
         self._seed = torch.initial_seed() % SEEDS
         self.forget()
@@ -148,10 +148,11 @@ class SentModel:
             copies += 1
             state = None
             try:
+                # The state first: it shows what changes while the model is packed
                 state = self._survey_target(asked)
                 return state, self._pack()
             except Exception as error:
-                # As in `Replicas`: another thread may be changing the dicts that pickle walks
+                # Another thread may be changing the dicts that pickle walks: pack once more
                 snapshot = None if state is None else state.snapshot
                 if copies == MOST_COPIES or not was_disturbed(error, snapshot, copies):
                     raise
@@ -161,7 +162,7 @@ class SentModel:
 
         It does not wait: a callback in a lane may call it.
         """
-        self._doubts.everything = object()
+        self._doubts.everything = object()  # a new one, in one step: see `Doubts`
 
     def _is_current(self) -> bool:
         """True if the target, and the code that was sent with it, are the same as at the last read.
@@ -171,6 +172,7 @@ class SentModel:
         if self._state is None or not self._state.is_current():
             return False
         now = self._read_captured()
+        # `_captured` keeps its objects alive, so a new object is never one of them
         has_same_code = len(now) == len(self._captured) and all(map(is_, now, self._captured))
         if not has_same_code:
             return False
@@ -182,7 +184,7 @@ class SentModel:
         sent: list[FunctionType | type] = []
         value = {"model": self.target, "seed": self._seed, "dtype": torch.get_default_dtype()}
         try:
-            packed = pack(value, "", partial(_NotingPickler, sent))
+            packed = pack(value, make_pickler=partial(_NotingPickler, sent))
         except UnsendableError as error:
             cure = "Let each worker build its own model: parallel(build(load_model, ...), ...)"
             msg = f"{error}. {cure}"
@@ -198,23 +200,27 @@ class SentModel:
         return packed
 
     def _survey_target(self, asked: Asked) -> ModelState[Any]:
-        survey = Survey(None if isinstance(self.target, Build) else self.target)
+        is_build = isinstance(self.target, Build)  # then this process has no model
+        survey = Survey(None if is_build else self.target)
         refuse_generators(survey, "the model")
+        # Of the objects of the model themselves, not of their copies in a replica
         snapshot = Snapshot(survey.places, lambda owner: owner, is_model=True)
-        edition = Edition(survey)  # after the snapshot, as in `Replicas`
+        # After the snapshot, which shows if a training flag changes from here on
+        edition = Edition(survey)
         self._tensors = [*survey.params, *survey.tensors]
-        # A write into any tensor shows, since workers have copies of all
+        # All tensors are sources, since workers have copies of all: a write into any of them makes
+        # the state stale
         state: ModelState[Any] = ModelState(
             edition, snapshot, self._doubts, asked, sources=Sources(self._tensors)
         )
         self._function = None
-        has_model = survey.modules or self._tensors or isinstance(self.target, Build)
+        has_model = is_build or survey.modules or self._tensors
         if not has_model:
             self._function = self._pack_function()
         unseen = [tensor for tensor in self._tensors if tensor.is_inference()]
         if edition.trains:  # statistics of norms, for example
             unseen += filter(is_written_unseen, survey.tensors)
-        with lasting():
+        with lasting():  # without a graph, and usable in every mode: later calls compare them
             self._unseen = [_UnseenTensor(tensor, tensor.clone()) for tensor in unseen]
         return state
 
