@@ -80,7 +80,8 @@ class Shard(NamedTuple):
         kwargs: The keyword arguments.
         rows: The number of rows.
         leaves: The leaves of the arguments.
-        origins: The caller's value that each copy is a copy of, by the id of the copy.
+        origins: The caller's value that each copy is a copy of, by the id of the copy. The leaves
+            keep the copies alive, so no other object has such an id.
         loan: What the lane has borrowed, and what that was before the call.
     """
 
@@ -156,6 +157,7 @@ class ShardPlan:
         leaves = flat.leaves
         different = set(map(id, leaves))
         if len(different) == len(leaves):
+            # `map` calls `_split` from C: before Python 3.12, a comprehension is one more function
             return [*map(self._split, count(), leaves, repeat(copy))]
         # One object at two places stays one object in each lane, unless each place has its own dim
         done: dict[tuple[int, int | None], Sequence[Any]] = {}
@@ -188,7 +190,8 @@ class ShardPlan:
             leaves.append(moved[id(part)])
         call = unflatten(flat.spec, leaves)
 
-        # If all lanes return their copies of one argument, the output is the argument itself
+        # If all lanes return their copies of one argument, the output is the argument itself. A cut
+        # tensor has no origin: its parts are joined
         origins: dict[int, Any] = {}
         for placed, argument, dim in zip(leaves, flat.leaves, self.dims, strict=True):
             if isinstance(argument, WholeLeaf):
@@ -207,7 +210,9 @@ class ShardPlan:
                 others = (*self.objects, *self.unknown)
                 shared = [at for at in others if at not in copied]
 
-        loan = lend(call, self.containers, leaves, parts, copied, shared)
+        loan = lend(
+            call, self.containers, leaves=leaves, parts=parts, objects=copied, shared=shared
+        )
         args, kwargs = call
         return Shard(args, kwargs, self.sizes[index], leaves, origins, loan)
 
@@ -256,7 +261,7 @@ class ShardPlan:
 
     # After forward
 
-    def whole(self, flat: FlatCall) -> list[Any]:
+    def list_whole_leaves(self, flat: FlatCall) -> list[Any]:
         """Return the leaves that every lane gets whole."""
         return [leaf for leaf, dim in zip(flat.leaves, self.dims, strict=True) if dim is None]
 
@@ -268,14 +273,16 @@ class ShardPlan:
         tensors = [flat.leaves[index] for index in self.whole_tensors]
         return [version_of(tensor) for tensor in tensors if not tensor.is_inference()]
 
-    def note_borrowed(self, flat: FlatCall, call: Any, loans: Sequence[Loan]) -> Borrowed | None:
-        """Return what the lanes have borrowed from the caller's arguments `call`.
+    def find_borrowed(
+        self, flat: FlatCall, given: tuple[tuple[Any, ...], dict[str, Any]], loans: Sequence[Loan]
+    ) -> Borrowed | None:
+        """Return what the lanes have borrowed from the given arguments of the caller.
 
         None if these are tensors and plain values alone.
         """
         if not (self.containers or self.objects or self.unknown):
             return None
-        return Borrowed(call, self.containers, flat.leaves, loans, self._name)
+        return Borrowed(given, self.containers, flat.leaves, loans, self._name)
 
     def write_back(self, flat: FlatCall, columns: Columns, loans: Sequence[Loan]) -> None:
         """Write what lanes wrote into their copies of tensors into the caller's arguments.
@@ -292,8 +299,8 @@ class ShardPlan:
             return
         for loan in loans:
             for moved in filter(_is_written, loan.moved):
-                self._refuse_whole(moved.leaf)
-                record_use([moved.copied])
+                self._check_not_whole(moved.leaf)
+                record_use([moved.copied])  # made on the lane's stream, and read on this one
                 if moved.copied.shape != moved.part.shape:
                     self._refuse_new_shape(moved.leaf)
                 moved.part.copy_(moved.copied)
@@ -310,12 +317,14 @@ class ShardPlan:
         done: set[int] = set()  # one object at two places has one list of parts
         for index in sorted(indices):
             argument, parts = flat.leaves[index], columns[index]
+            # Parts of an inference tensor are views, so it is written already. Outside of inference
+            # mode, torch refuses such writes
             if id(parts) in done or argument.is_inference():
                 continue
             done.add(id(parts))
             written = self._read_written(index, parts, by_lane)
             if written is not None:
-                self._refuse_whole(index)
+                self._check_not_whole(index)
                 self._write_parts(index, argument, written)
 
     def _read_written(
@@ -343,20 +352,20 @@ class ShardPlan:
 
     def _write_parts(self, index: int, argument: torch.Tensor, written: _Written) -> None:
         """Write parts into an argument. Autograd records it if it recorded a write of a lane."""
-        record_use(written.parts)
+        record_use(written.parts)  # made on the lanes' streams, and read on this one
         with torch.set_grad_enabled(written.is_recorded):
             at_home = [transfer(part, argument.device) for part in written.parts]
             if len(at_home) == 1:
                 (joined,) = at_home
             else:
                 dim = self.dims[index]
-                assert dim is not None  # `_refuse_whole` has refused several parts of one tensor
+                assert dim is not None  # `_check_not_whole` has refused several whole parts
                 joined = torch.cat(at_home, dim)
             if joined.shape != argument.shape:
                 self._refuse_new_shape(index)
             argument.copy_(joined)
 
-    def _refuse_whole(self, index: int) -> None:
+    def _check_not_whole(self, index: int) -> None:
         """Refuse a write into a tensor that every lane has whole. A single lane may write it."""
         if self.dims[index] is None and len(self.sizes) > 1:
             raise ShardError(WRITTEN_WHOLE)

@@ -59,13 +59,15 @@ class PlacedCall:
         self._loans: list[Loan] = []
         self._borrowed: Borrowed | None = None
 
-    def join_arguments(self, given: tuple[Any, ...], outputs: Sequence[Any]) -> None:
+    def join_arguments(
+        self, given: tuple[tuple[Any, ...], dict[str, Any]], outputs: Sequence[Any]
+    ) -> None:
         """Join what forward put into copies of arguments.
 
         `given` are the caller's own arguments, which are not written yet.
         """
         self._loans = [shard.loan for shard in self.shards]
-        self._borrowed = self.plan.note_borrowed(self.flat, given, self._loans)
+        self._borrowed = self.plan.find_borrowed(self.flat, given, self._loans)
         if self._borrowed is not None:
             self._borrowed.join_changes(self._join_entries, self.device, outputs, self._join)
 
@@ -105,7 +107,7 @@ class PlacedCall:
     def _find_originals(self) -> Sequence[Callable[[Any], Any]]:
         """Return one function per part, from a lane's copy of a value to the caller's, or None."""
         shared: dict[int, Any] = {}
-        for leaf in self.plan.whole(self.flat):
+        for leaf in self.plan.list_whole_leaves(self.flat):
             shared[id(leaf)] = leaf
             # Forward sees the value alone, and may return it
             if isinstance(leaf, WholeLeaf):

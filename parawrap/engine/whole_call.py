@@ -379,7 +379,7 @@ class Staged:
         shard = self._plan.place(self._flat, self._columns, 0, device)
         call.args, call.kwargs = shard.args, shard.kwargs
         self._loans = [shard.loan]
-        self._borrowed = self._plan.note_borrowed(self._flat, given, self._loans)
+        self._borrowed = self._plan.find_borrowed(self._flat, given, self._loans)
 
     def join(self, output: Any, replica: Replica) -> Any:
         """Return the output on the caller's device, and bring what forward did to arguments there.

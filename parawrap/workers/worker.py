@@ -337,7 +337,7 @@ def _lend_all(call: Any, found: Sequence[Any]) -> Loan:
     leaves = [leaf.value if isinstance(leaf, WholeLeaf) else leaf for leaf in found]
     _, spec = flatten(call)
     # The leaves before and after a move: they are on the device already
-    return lend(call, paths_of_containers(spec), leaves, leaves, objects)
+    return lend(call, paths_of_containers(spec), leaves=leaves, parts=leaves, objects=objects)
 
 
 def _version_of(leaf: Any) -> int | None:

@@ -130,7 +130,7 @@ class WorkerSession:
             raise ShardError(WRITTEN_WHOLE)
         loans = [shard.loan for shard in shards]
         device = self._output_device(flat.leaves)
-        borrowed = plan.note_borrowed(flat, (args, kwargs), loans)
+        borrowed = plan.find_borrowed(flat, (args, kwargs), loans)
         if borrowed is not None:
             outputs = self._join_borrowed(borrowed, outputs, plan.sizes, device)
         finds = [partial(_find_object, shard.origins) for shard in shards]
