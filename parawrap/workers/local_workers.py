@@ -77,7 +77,12 @@ class LocalWorkers:
         serving = functools.partial(serve, str(self.devices[lane]), self._threads, seed)
         settings = Settings.here()
         assignment = Assignment(
-            settings, set_up.enter, set_up.regroup, _CLOSE_S, stays=True, serve=serving
+            settings,
+            set_up.enter,
+            regroup=set_up.regroup,
+            grace_s=_CLOSE_S,
+            stays=True,
+            serve=serving,
         )
         # Ctrl-C must not leave a process that is half noted. A start takes milliseconds, and the
         # first one the time to import torch

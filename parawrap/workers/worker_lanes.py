@@ -14,6 +14,17 @@ Guarantees:
 - If a worker ends, its messages are sent again, and its lane starts another one for its next
   message. Only the oldest message ran, so only that one counts the death.
 - After `end`, no process is left.
+
+A `Request` is a message to a worker: one call, or a chunk, which is several batches of a stream.
+
+Threads that take answers:
+
+- The reader (`_has_reader`) receives for all. It is a caller that waits, or the receiver.
+- The receiver (`_receiver`) waits for futures without a reader. It alone runs callbacks of users,
+  so other readers leave such requests to it (`_for_receiver`).
+- A caller of `result` receives faster than the receiver could wake it. After such a caller has read
+  (`_callers_read`), the receiver leaves new answers to callers for a moment, unless `_unread` wakes
+  it.
 """
 
 from __future__ import annotations
@@ -161,7 +172,10 @@ def _repeat_warnings(packed: bytes) -> None:
 
 
 class Request:
-    """A message to a worker."""
+    """A message to a worker.
+
+    One that has a call of `submit` has no other: it is sent unless that call was cancelled.
+    """
 
     __slots__ = (
         "answers",
