@@ -410,6 +410,7 @@ def _sendable(value: Any) -> Any:
 def _new_exception(
     cls: type[BaseException], base: Any, made_from: tuple[Any, ...]
 ) -> BaseException:
+    """Make an exception as its builtin class does, without the user's `__init__`."""
     error: BaseException = base.__new__(cls, *made_from)
     base.__init__(error, *made_from)
     return error
