@@ -308,7 +308,7 @@ class ShardPlan:
     def _write_back_with_graph(
         self, flat: FlatCall, columns: Columns, loans: Sequence[Loan]
     ) -> None:
-        """Do the same while autograd records, when every part is a copy."""
+        """Do the same while autograd records, when parts are copies."""
         by_lane = [{moved.leaf: moved for moved in loan.moved} for loan in loans]
         if not loans:  # a call of plain tensors
             by_lane = [{}] * len(self.sizes)
@@ -317,21 +317,28 @@ class ShardPlan:
         done: set[int] = set()  # one object at two places has one list of parts
         for index in sorted(indices):
             argument, parts = flat.leaves[index], columns[index]
-            # Parts of an inference tensor are views, so it is written already. Outside of inference
-            # mode, torch refuses such writes
-            if id(parts) in done or argument.is_inference():
+            if id(parts) in done:
                 continue
             done.add(id(parts))
-            written = self._read_written(index, parts, by_lane)
+            # Parts of an inference tensor that stayed here are views: it is written already
+            is_copied = index in self.cut_tensors and not argument.is_inference()
+            written = self._read_written(index, parts, by_lane, is_copied=is_copied)
             if written is not None:
                 self._check_not_whole(index)
                 self._write_parts(index, argument, written)
 
     def _read_written(
-        self, index: int, parts: Sequence[torch.Tensor], by_lane: Sequence[dict[int, Moved]]
+        self,
+        index: int,
+        parts: Sequence[torch.Tensor],
+        by_lane: Sequence[dict[int, Moved]],
+        *,
+        is_copied: bool,
     ) -> _Written | None:
-        """Return the parts of a leaf as they are now; None if no lane wrote its part."""
-        is_cut = index in self.cut_tensors
+        """Return the parts of a leaf as they are now; None if no lane wrote its part.
+
+        `is_copied`: parts that stayed here are copies.
+        """
         is_written = is_recorded = False
         now: list[torch.Tensor] = []
         for part, moved_leaves in zip(parts, by_lane, strict=True):
@@ -343,7 +350,7 @@ class ShardPlan:
             else:
                 now.append(part)
                 # A part that stayed here was copied for this call, so its version was 0
-                is_part_written = is_cut and version_of(part) > 0
+                is_part_written = is_copied and version_of(part) > 0
                 node = part.grad_fn
                 has_new_node = node is not None and not node.name().startswith(_COPIES)
             is_written = is_written or is_part_written

@@ -184,6 +184,44 @@ def test_writes_into_inputs_with_gradients(home, records):
     assert_close(*results)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("home", ["sim:0", "cpu"])
+def test_writes_into_inference_tensors(home, mode):
+    """A write into an inference tensor is refused as by torch, also by lanes on other devices."""
+
+    class Triple(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                x.mul_(3)
+            return super().forward(x)
+
+    with torch.inference_mode():
+        x = torch.ones(9, 4, device=home)
+    model = Triple(4, 2).to(home)
+    for devices in SIMS[1:3], None:
+        block = model if devices is None else parallel(model, devices)
+        with mode(), pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            block(x)
+        if devices is not None:
+            block.close()
+
+
+@pytest.mark.parametrize("home", ["sim:0", "cpu"])
+def test_writes_in_inference_mode_with_gradients(home):
+    """In inference mode, a write reaches the input, also if gradients are enabled there."""
+
+    class Triple(nn.Linear):
+        def forward(self, x):
+            x.mul_(3)
+            return super().forward(x)
+
+    model = Triple(4, 2).to(home)
+    with torch.inference_mode(), torch.enable_grad(), parallel(model, SIMS[1:3]):
+        x = torch.ones(9, 4, device=home)
+        model(x)
+    assert_close(x, torch.full_like(x, 3.0))
+
+
 def test_whole_tensors_are_copied_once():
     """A tensor with `in_dims` None travels once to each lane's device, and comes back as the
     caller's.
