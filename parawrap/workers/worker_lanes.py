@@ -482,8 +482,10 @@ class WorkerLanes:
         found: Collection[int] = ()
         if lanes:
             found = self._workers.poll([worker for _, worker in lanes], timeout_s)
-        elif not self._backlog:  # no worker, and nothing to start one for: no answer can come
-            raise _end_error()
+        elif not (self._backlog or self._ended):
+            # All messages have ended. The threads that took them tell the callers, each its error
+            with self._lock:
+                self._changed.wait(timeout_s)
         with self._lock:
             for position in found:
                 lane, worker = lanes[position]

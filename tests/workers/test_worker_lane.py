@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from parawrap import SessionError, UnsendableError, parallel
+from parawrap import RankDiedError, SessionError, UnsendableError, parallel
+from parawrap.workers.submitted_call import SubmittedCall
 from tests.helpers.pools import processes
 from tests.helpers.waiting import eventually
 
@@ -155,6 +156,39 @@ def test_new_worker_beside_a_busy_one(tmp_path):
         assert p.submit(four).result(60)[1] != pid
         (tmp_path / "go").touch()
         assert firsts([busy.result()]) == [1]
+
+
+def exit_at_once(_):
+    os._exit(3)
+
+
+def test_reader_after_the_last_worker(monkeypatch):
+    """A caller that reads gets the error of its call, also while another thread is about to tell it
+    and no worker is left.
+    """
+    is_telling, has_read = threading.Event(), threading.Event()
+    caller, end = threading.current_thread(), SubmittedCall.end
+
+    def end_late(call):
+        is_telling.set()
+        assert has_read.wait(60)
+        end(call)
+
+    def receive(timeout_s):
+        try:
+            type(lanes)._receive(lanes, timeout_s)
+        finally:
+            if threading.current_thread() is caller:
+                has_read.set()
+
+    with parallel(exit_at_once, ["cpu"], workers="process", retries=0) as p:
+        lanes = p._session.lanes
+        monkeypatch.setattr(SubmittedCall, "end", end_late)
+        future = p.submit(torch.ones(1))  # the thread of the block receives its end
+        assert is_telling.wait(60)
+        monkeypatch.setattr(lanes, "_receive", receive)
+        with pytest.raises(RankDiedError):
+            future.result(60)
 
 
 def test_parts_of_a_call_have_one_model():
