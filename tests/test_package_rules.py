@@ -9,6 +9,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
@@ -140,6 +141,46 @@ def test_maps_are_whole(folder):
         assert tests, f"the row of {file} names no test"
         for test in tests:
             assert (TESTS / test).exists(), f"the row of {file} names {test}, which does not exist"
+
+
+LOCKS = {"Lock", "RLock", "Condition"}
+
+
+def names_of_locks(tree: ast.AST) -> Iterator[str]:
+    """Yield the variables and attributes to which a file assigns a new lock."""
+    for node in ast.walk(tree):
+        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+        if isinstance(value, ast.Call) and last_name(value.func) in LOCKS:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from map(last_name, targets)
+
+
+def last_name(expression: ast.expr) -> str:
+    return ast.unparse(expression).rpartition(".")[2]
+
+
+def whiles_in(node: ast.AST, locks: set[str], lock: str | None = None) -> Iterator[str]:
+    """Yield each `while` in the block of a lock, without a function in between."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        lock = None
+    elif isinstance(node, ast.With):
+        entered = [last_name(item.context_expr) for item in node.items]
+        lock = next((name for name in entered if name in locks), lock)
+    elif isinstance(node, ast.While) and lock is not None:
+        yield f"line {node.lineno}: a `while` in `with {lock}`"
+    for child in ast.iter_child_nodes(node):
+        yield from whiles_in(child, locks, lock)
+
+
+def test_no_while_in_the_block_of_a_lock():
+    """Ctrl-C in the jump backward could keep the lock, see `Lanes.send`. A function may loop."""
+    example = ast.parse("a.b = Lock()\nwith a.b:\n  while 1: pass\n  def f():\n    while 1: pass")
+    assert [*whiles_in(example, {*names_of_locks(example)})] == ["line 3: a `while` in `with b`"]
+    trees = {file: ast.parse(file.read_text()) for file in FILES}
+    locks = {name for tree in trees.values() for name in names_of_locks(tree)}
+    assert {"_lock", "_queueing", "_starting"} <= locks
+    found = [f"{file}, {each}" for file in FILES for each in whiles_in(trees[file], locks)]
+    assert found == []
 
 
 IMPORTS = f"""

@@ -476,8 +476,8 @@ class Lanes:
                     "parallel(...)"
                 )
                 raise SessionError(msg)
-            # No loop of Python in here: Python 3.13 leaves a `with` at Ctrl-C in a jump backward
-            # without a call of `__exit__`. A function that is called here may loop
+            # No `while` in here: Python 3.13 leaves a `with` at Ctrl-C in its jump backward without
+            # a call of `__exit__`. A function that is called here may loop
             idle = [*filterfalse(_is_taking, self.all[:1] if in_order else self.all)]
             chosen: Lane | None
             # On the CPU, idle lanes are alike

@@ -410,6 +410,6 @@ class NeuronHost(NeuronRuntime):
             # The environment may allocate more cores, or fewer, than at the last call. A core that
             # was made keeps its models
             count = self.core_count()
-            while len(self._made) < count:
+            for _ in range(len(self._made), count):
                 self._made.append(_Core(self._latency_s))
             return self._made[:count]

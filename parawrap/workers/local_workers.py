@@ -93,13 +93,13 @@ class LocalWorkers:
             held.end()
 
     def _start(self, lane: int, label: str, assignment: Assignment) -> LocalWorker:
-        with self._starting:
-            while True:  # the thread may end between the look and the start
+        while True:  # the thread may end between the look and the start
+            with self._starting:
                 if self._supervision is None or self._supervision.has_ended:
                     self._supervision = _Supervision()
                 worker = self._supervision.start(lane, label, assignment, self._started)
-                if worker is not None:
-                    return worker
+            if worker is not None:
+                return worker
 
     def poll(self, workers: Sequence[Any], timeout_s: float) -> Collection[int]:
         """Wait until a worker has answered or ended, for a moment at most.

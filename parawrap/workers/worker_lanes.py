@@ -329,12 +329,7 @@ class WorkerLanes:
             is_reader = False
             try:
                 with self._lock:
-                    while (self._has_reader or self._is_over) and not is_done():
-                        wait_s = until - monotonic()
-                        if wait_s <= 0:
-                            return
-                        # In pieces: a signal that arrives just before the wait does not end it
-                        self._changed.wait(min(wait_s, SIGNAL_POLL_S))
+                    self._wait_for_turn(is_done, until)
                     if is_done() or until <= monotonic():
                         return
                     self._has_reader = is_reader = True  # Ctrl-C cannot come between the two
@@ -346,6 +341,18 @@ class WorkerLanes:
                     # thread from notifying them
                     self._has_reader = False
             self._pass_on()
+
+    def _wait_for_turn(self, is_done: Callable[[], bool], until: float) -> None:
+        """Wait with the lock held until no thread receives for all, `is_done`, or that time.
+
+        A function of its own: see the rule about `while` in `Lanes.send`.
+        """
+        while (self._has_reader or self._is_over) and not is_done():
+            wait_s = until - monotonic()
+            if wait_s <= 0:
+                return
+            # In pieces: a signal that arrives just before the wait does not end it
+            self._changed.wait(min(wait_s, SIGNAL_POLL_S))
 
     def look(self) -> None:
         """Receive what has arrived, without waiting. A forked child has no workers."""
