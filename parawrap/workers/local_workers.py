@@ -233,8 +233,9 @@ class LocalWorker:
         """Send calls, and before them the model that they need if it is another one.
 
         Raises:
-            SessionError: If memory lacks room for their tensors. Nothing is sent then.
-            OSError: If this process has reached a limit. Nothing is sent then.
+            SessionError: If memory lacks room for their tensors. The calls are not sent then; the
+                model may have been.
+            OSError: If this process has reached a limit. The same holds.
             ConnectionError: If the process has ended.
         """
         is_open = model is None or self._wire.send("model", None, model)
