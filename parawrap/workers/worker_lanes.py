@@ -470,7 +470,8 @@ class WorkerLanes:
             request.was_sent = True
         except ConnectionError:
             pass  # the thread that receives sends it to the next worker
-        except (LaunchError, SessionError, OSError) as error:  # nothing was sent
+        except (LaunchError, SessionError, OSError) as error:  # the calls were not sent
+            lane.model = None  # a new one may have been
             lane.flying.remove(request)
             self._fail(request, error.with_traceback(None))  # its frames refer to the request
         except BaseException:  # of a signal handler, perhaps after the message has left

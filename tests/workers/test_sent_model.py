@@ -5,6 +5,7 @@ may write into it.
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import threading
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import SessionError, UnsendableError
+from parawrap import SessionError, UnsendableError, parallel
 from tests.helpers.calling import Stateful
 from tests.helpers.pools import OnlyHere, outputs_of, processes
 from tests.helpers.same import assert_same
@@ -276,3 +277,27 @@ def test_functions_are_current():
         assert_close(p(x), x * 2)
         Scaled.forward = lambda self, x: x * 3
         assert_close(p(x), x * 3)
+
+
+def test_model_of_calls_that_cannot_be_sent():
+    """A worker that got a new model, but not its calls, gets the model of a stream again."""
+    model, x = nn.Linear(1, 1, bias=False), torch.ones(1, 1)
+    nn.init.ones_(model.weight)
+    with parallel(model, ["cpu"], workers="process") as p:
+        outputs = p.map([x] * 9, buffersize=1, chunksize=1)
+        assert next(outputs) == 1
+        p._session.lanes.wait(p._session.lanes.is_idle)
+        wire = p._session.lanes.all[0].worker._wire
+        send = wire.send
+
+        def send_models(word, *args):
+            if word == "calls":
+                raise OSError(errno.EMFILE, "no descriptor is left")
+            return send(word, *args)
+
+        nn.init.zeros_(model.weight)
+        wire.send = send_models
+        with pytest.raises(OSError, match="no descriptor"):
+            p.submit(x).result()
+        wire.send = send
+        assert [*map(float, outputs)] == [1] * 8
