@@ -21,6 +21,12 @@ class _WorkerFuture(Future[Any]):
         self.has_callbacks = False
         self.is_ended = False  # `done` takes a lock, which Ctrl-C in this thread could keep
 
+    def cancel(self) -> bool:
+        is_cancelled = super().cancel()
+        if is_cancelled:
+            self.is_ended = True  # no answer comes. A thread in `result` looks within a second
+        return is_cancelled
+
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         # Before the callback is added: the thread that ends the call reads the flag, and leaves
         # the future to the receiving thread
