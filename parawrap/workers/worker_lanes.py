@@ -594,8 +594,9 @@ class WorkerLanes:
                         self._unread.wait(_UNREAD_S if self._callers_read else _RECEIVER_IDLE_S)
                         continue
                     self._callers_read = False  # a message waits, and no caller reads
-            self._end_requests()
-            with suppress(BaseException):  # the requests that failed have the error
+            # The requests that failed have the error; a callback may raise SystemExit
+            with suppress(BaseException):
+                self._end_requests()
                 self.wait(lambda: self.is_idle() or bool(self._for_receiver))
             leave_at = monotonic() + _RECEIVER_IDLE_S
 

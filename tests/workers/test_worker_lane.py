@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import os
 import signal
+import sys
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed, wait
 
@@ -114,6 +115,19 @@ def test_callbacks_hold_up_nobody():
         future.add_done_callback(read_another)
         eventually(lambda: len(read) == 21, "the callback that waits")
     assert torch.equal(read[-1], 2 * x)
+
+
+def test_callback_that_exits(monkeypatch):
+    """Later callbacks run, also if a caller has received the answer to the first one."""
+    ended = threading.Event()
+    with processes(nn.Identity()) as p:
+        lanes = p._session.lanes
+        with monkeypatch.context() as patch:
+            patch.setattr(lanes, "receive_for_futures", lambda **_: None)
+            p.submit(torch.ones(1)).add_done_callback(lambda _: sys.exit())
+            lanes.wait(lanes.is_idle)
+        p.submit(torch.ones(1)).add_done_callback(lambda _: ended.set())
+        assert ended.wait(20)
 
 
 @pytest.mark.parametrize("wait_for", ["result", "wait", "as_completed", "asyncio", "callback"])
