@@ -44,10 +44,12 @@ class _WorkerFuture(Future[Any]):
     def _receive(self, timeout: float | None) -> float | None:
         """Receive until the answer has arrived, or the time is over. Return the seconds left."""
         until = NEVER if timeout is None else monotonic() + timeout
-        # The receiving thread ends futures with callbacks. A forked child has no workers
-        is_own = not self.has_callbacks and self._lanes.are_here
-        if is_own and not self.is_ended:
-            self._lanes.wait(lambda: self.is_ended, until)
+        lanes = self._lanes
+        if not self.is_ended and lanes.are_here:  # a forked child has no workers
+            if lanes.is_receiver:
+                lanes.wait_in_callback(lambda: self.is_ended, until)
+            elif not self.has_callbacks:  # else the receiver ends it
+                lanes.wait(lambda: self.is_ended, until)
         return None if timeout is None else max(0.0, until - monotonic())
 
 

@@ -342,6 +342,17 @@ class WorkerLanes:
                     self._has_reader = False
             self._pass_on()
 
+    @property
+    def is_receiver(self) -> bool:
+        """True in the thread that receives for futures, and calls their callbacks."""
+        return threading.current_thread() is self._receiver
+
+    def wait_in_callback(self, is_done: Callable[[], bool], until: float) -> None:
+        """Wait like `wait` in the receiver. It ends futures with callbacks itself meanwhile."""
+        while not is_done() and monotonic() < until:
+            self._end_requests()
+            self.wait(lambda: is_done() or bool(self._for_receiver), until)
+
     def _wait_for_turn(self, is_done: Callable[[], bool], until: float) -> None:
         """Wait with the lock held until no thread receives for all, `is_done`, or that time.
 
@@ -549,7 +560,7 @@ class WorkerLanes:
         that they need.
         """
         before = here.lane
-        is_receiver = threading.current_thread() is self._receiver
+        is_receiver = self.is_receiver
         while True:
             try:
                 if is_receiver and self._for_receiver:

@@ -117,6 +117,34 @@ def test_callbacks_hold_up_nobody():
     assert torch.equal(read[-1], 2 * x)
 
 
+@pytest.mark.parametrize("reads", ["receiver", "caller"])
+def test_callback_waits_for_another(tmp_path, reads):
+    """The thread that runs the first callback runs the second one while it waits, also if a caller
+    receives the answers.
+    """
+    order = []
+    one, three, zero = numbers(1, 3, 0)
+    with processes(Gated(tmp_path)) as p, ThreadPoolExecutor(1) as threads:
+        first, second = p.submit(one), p.submit(three)
+
+        def wait_for_second(_):
+            if reads == "caller":
+                waiting.append(threads.submit(p._session.lanes.wait, is_over.is_set))
+            order.append(int(second.result(20)[0][0]))
+
+        waiting, is_over = [], threading.Event()
+        second.add_done_callback(lambda _: order.append("second"))
+        first.add_done_callback(wait_for_second)
+        eventually(lambda: len([*tmp_path.iterdir()]) == 2, "calls in both workers")
+        (tmp_path / "go").touch()
+        eventually(lambda: len(order) == 2, "both callbacks")
+        is_over.set()
+        assert p.submit(zero).result(20)[0][0] == 0
+        for each in waiting:
+            each.result(20)
+    assert order == ["second", 3]
+
+
 def test_callback_that_exits(monkeypatch):
     """Later callbacks run, also if a caller has received the answer to the first one."""
     ended = threading.Event()
