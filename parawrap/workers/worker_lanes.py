@@ -521,8 +521,10 @@ class WorkerLanes:
             for number, answers, block, error in received:
                 request = next((each for each in lane.flying if each.number == number), None)
                 if request is not None:
-                    lane.flying.remove(request)
+                    # In this order: after Ctrl-C in between, the answer is there, and without one
+                    # the message is sent again
                     self._take_answer(lane, request, answers, block, error)
+                    lane.flying.remove(request)
         except BaseException:  # Ctrl-C, perhaps between an answer and its request
             worker.stop(at_once=True)
             raise
@@ -542,7 +544,6 @@ class WorkerLanes:
         if error is not None:
             self._fail(request, error)
             return
-        request.answers, request.block = answers, block
         took_ns = sum(end - start for *_, start, end in answers)  # fields of `WorkerAnswer`
         lane.busy_ns += took_ns
         if request.form.is_whole:
@@ -551,7 +552,9 @@ class WorkerLanes:
                 self.each_ns = each_ns
             else:
                 self.each_ns += (each_ns - self.each_ns) / 4
-        self._ended.append(request)
+        request.block = block  # before the answers: a thread that sees them reads both
+        request.answers = answers
+        self._ended.append(request)  # Ctrl-C cannot come between the two
 
     def _end_requests(self) -> None:
         """Tell those who wait for requests that ended. No lock is held, and another may read.

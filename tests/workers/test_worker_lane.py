@@ -237,6 +237,23 @@ def test_reader_after_the_last_worker(monkeypatch):
             future.result(60)
 
 
+def test_interrupt_while_an_answer_is_taken(monkeypatch):
+    """The call whose answer was lost runs again, also for another caller than the interrupted."""
+
+    def interrupt(*_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with parallel(nn.Identity(), ["cpu"], workers="process") as p:
+        lanes = p._session.lanes
+        monkeypatch.setattr(lanes, "receive_for_futures", lambda **_: None)
+        future = p.submit(torch.ones(1))
+        monkeypatch.setattr(lanes, "_take_answer", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lanes.wait(lanes.is_idle)
+        assert future.result(20) == 1
+
+
 def test_parts_of_a_call_have_one_model():
     """Another thread changes the model, and calls it, at the same time."""
     model, x = nn.Linear(1, 1, bias=False), torch.ones(9, 1)
