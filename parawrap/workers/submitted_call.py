@@ -47,7 +47,8 @@ class _WorkerFuture(Future[Any]):
         lanes = self._lanes
         if not self.is_ended and lanes.are_here:  # a forked child has no workers
             if lanes.is_receiver:
-                lanes.wait_in_callback(lambda: self.is_ended, until)
+                # In its own callbacks it is done, and not ended. Here Ctrl-C keeps no lock
+                lanes.wait_in_callback(self.done, until)
             elif not self.has_callbacks:  # else the receiver ends it
                 lanes.wait(lambda: self.is_ended, until)
         return None if timeout is None else max(0.0, until - monotonic())

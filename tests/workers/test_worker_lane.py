@@ -145,6 +145,26 @@ def test_callback_waits_for_another(tmp_path, reads):
     assert order == ["second", 3]
 
 
+def test_callback_reads_its_own_future(monkeypatch):
+    """No other callback runs meanwhile: it may need a lock that this one holds."""
+    order = []
+
+    def read(future):
+        order.append("begin")
+        order.append(int(future.result()))
+
+    with processes(nn.Identity()) as p:
+        lanes = p._session.lanes
+        with monkeypatch.context() as patch:
+            patch.setattr(lanes, "receive_for_futures", lambda **_: None)
+            for number in range(2):
+                p.submit(torch.tensor([number])).add_done_callback(read)
+            lanes.wait(lanes.is_idle)
+        lanes.receive_for_futures(at_once=True)
+        eventually(lambda: len(order) == 4, "both callbacks")
+    assert order[0] == order[2] == "begin"
+
+
 def test_callback_that_exits(monkeypatch):
     """Later callbacks run, also if a caller has received the answer to the first one."""
     ended = threading.Event()
