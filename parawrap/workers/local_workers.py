@@ -344,11 +344,14 @@ def serve(device: str, threads: int, seed: int, wire: Wire) -> None:
             if model_error is None:
                 server.take_model(message.block)
             continue
-        number, form, items = message.body
+        number, fields, items = message.body
+        form = Form(*fields)
         error = model_error or message.error
         if error is None:
-            answers, packer = server.answer(Form(*form), items, message.block)
+            answers, packer = server.answer(form, items, message.block)
         else:
+            if form.prepare:
+                server.take_prepare(form.prepare)
             answers, packer = server.fail(items, error)
         try:
             wire.send("answers", (number, answers), packer)

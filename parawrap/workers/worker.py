@@ -143,6 +143,10 @@ class ModelServer:
         """Take a packed model for this call and later ones."""
         self._packed_model = packed
 
+    def take_prepare(self, packed: bytes) -> None:
+        """Take what prepares the batches of this message and of later ones, also if this fails."""
+        self._prepare = packed
+
     def answer(self, form: Form, items: list[Any], block: memoryview) -> Answers:
         """Make the calls of a message, one after another, under its modes.
 
@@ -151,12 +155,12 @@ class ModelServer:
         """
         has_next = len(items) > 1
         packer = Packer(copies_up_to=math.inf if has_next else 0)
+        if form.prepare:  # empty if an earlier message has brought it
+            self.take_prepare(form.prepare)
         try:
             if self._packed_model is not None:
                 self._make_model(unpack(self._packed_model))
                 self._packed_model = None  # after an error it stays, and later calls fail too
-            if form.prepare:  # empty if an earlier message has brought it
-                self._prepare = form.prepare
             modes, of_process = _unpack_modes(form.modes)
             for mode, value in zip(_PROCESS_MODES, of_process, strict=True):
                 # The first write of the deterministic mode takes a second

@@ -279,6 +279,37 @@ def test_functions_are_current():
         assert_close(p(x), x * 3)
 
 
+class LoadedLate(nn.Module):
+    """Cannot be loaded at the first attempt."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        attempt = self.folder / "attempt"
+        if not attempt.exists():
+            attempt.touch()
+            raise OSError(errno.EMFILE, "no descriptor is left")
+
+    def forward(self, x):
+        return x
+
+
+def twice(x):
+    return 2 * x
+
+
+def test_prepare_of_calls_that_fail(tmp_path):
+    """A worker that cannot load its model keeps `prepare`, for the messages after it."""
+    model, x = LoadedLate(tmp_path), torch.ones(1)
+    with parallel(model, ["cpu"], workers="process") as p:
+        failed, *others = p.map([x] * 4, prepare=twice, chunksize=1, return_exceptions=True)
+    assert isinstance(failed, OSError)
+    assert others == [2 * x] * 3
+
+
 def test_model_of_calls_that_cannot_be_sent():
     """A worker that got a new model, but not its calls, gets the model of a stream again."""
     model, x = nn.Linear(1, 1, bias=False), torch.ones(1, 1)
