@@ -129,12 +129,14 @@ class RayWorkers:
 
         Return the positions of such workers.
         """
+        if not self._ray.is_initialized():  # all actors are gone, also those without a message
+            return range(len(workers))
+        if not self._ray.is_initialized():  # all actors are gone, also those without a message
+            return range(len(workers))
         waiting = {}  # the positions of workers by the references of their next answers
         for position, worker in enumerate(workers):
             if worker.oldest is not None:
                 waiting[worker.oldest] = position
-        if not self._ray.is_initialized():  # its actors are gone
-            return list(waiting.values())
         if not waiting:
             time.sleep(timeout_s)
             return []
@@ -219,7 +221,7 @@ class RayWorker:
 
     def receive(self) -> list[ReceivedAnswers] | None:
         """Wait for the next answers, and return them with their block; None if the actor ended."""
-        if not self._sent:
+        if not self._sent:  # Ray was shut down, see `poll`
             return None
         try:
             parcel = self._ray.get(self._sent.popleft())
@@ -232,7 +234,8 @@ class RayWorker:
     def death(self) -> RankDiedError:
         """Return the error that says how the actor ended."""
         self.stop(at_once=True)
-        return RankDiedError(f"{self._label} died: {' '.join(str(self._death).split())}")
+        why = "ray.shutdown() was called" if self._death is None else self._death
+        return RankDiedError(f"{self._label} died: {' '.join(str(why).split())}")
 
     def stop(self, *, at_once: bool) -> None:
         """End the actor. A message that it works on is not finished."""
