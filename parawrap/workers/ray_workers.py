@@ -131,8 +131,6 @@ class RayWorkers:
         """
         if not self._ray.is_initialized():  # all actors are gone, also those without a message
             return range(len(workers))
-        if not self._ray.is_initialized():  # all actors are gone, also those without a message
-            return range(len(workers))
         waiting = {}  # the positions of workers by the references of their next answers
         for position, worker in enumerate(workers):
             if worker.oldest is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 from collections import deque
-from collections import deque
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from torch.testing import assert_close
 from parawrap import Platform, parallel
 from parawrap.errors import LaunchError, PlatformError, RankDiedError
 from parawrap.workers import devices_of
-from parawrap.workers.ray_workers import RayWorker, RayWorkers
 from parawrap.workers.ray_workers import RayWorker, RayWorkers
 from tests.helpers.pools import over
 
@@ -59,34 +57,6 @@ def test_refused_platforms(platform, message):
 def test_platform_has_one_lane_per_rank():
     assert devices_of(Platform(device="ray", n_nodes=4, n_gpus=8)) == [torch.device("cuda:0")] * 32
     assert devices_of(Platform(device="ray", n_nodes=2, n_cpus=3)) == [torch.device("cpu")] * 6
-
-
-class _ShutDown:
-    """Ray after `ray.shutdown()`."""
-
-    def is_initialized(self):
-        return False
-
-
-def test_shutdown_ends_idle_workers():
-    """A worker that has no message would never answer again, and its calls would wait for ever."""
-    workers = RayWorkers(Platform(device="ray", n_nodes=2, n_cpus=1))
-    workers._ray = _ShutDown()
-    idle = RayWorker.__new__(RayWorker)
-    idle._sent = deque()
-    assert [*workers.poll([idle], 0.0)] == [0]
-    assert idle.receive() is None
-
-
-@pytest.mark.ray
-def test_call_after_shutdown(ray_cluster):
-    import ray
-
-    with torch.no_grad(), over("ray", nn.Identity()) as p:
-        assert p.submit(torch.ones(1)).result(60) == 1
-        ray.shutdown()
-        with pytest.raises(LaunchError, match="was called"):
-            p.submit(torch.ones(1)).result(60)
 
 
 class _ShutDown:
