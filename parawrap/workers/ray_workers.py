@@ -219,7 +219,7 @@ class RayWorker:
 
     def receive(self) -> list[ReceivedAnswers] | None:
         """Wait for the next answers, and return them with their block; None if the actor ended."""
-        if not self._sent:  # Ray was shut down, see `poll`
+        if not self._ray.is_initialized():  # otherwise the look would start Ray again
             return None
         try:
             parcel = self._ray.get(self._sent.popleft())

@@ -66,14 +66,16 @@ class _ShutDown:
         return False
 
 
-def test_shutdown_ends_idle_workers():
-    """A worker that has no message would never answer again, and its calls would wait for ever."""
+@pytest.mark.parametrize("sent", [0, 1])
+def test_shutdown_ends_all_workers(sent):
+    """Also one without a message, whose next call would wait for ever. Nothing starts Ray again."""
     workers = RayWorkers(Platform(device="ray", n_nodes=2, n_cpus=1))
-    workers._ray = _ShutDown()
-    idle = RayWorker.__new__(RayWorker)
-    idle._sent = deque()
-    assert [*workers.poll([idle], 0.0)] == [0]
-    assert idle.receive() is None
+    worker = RayWorker.__new__(RayWorker)
+    worker._label, worker._death, worker._sent = "worker 0", None, deque([object()] * sent)
+    worker._ray = workers._ray = _ShutDown()
+    assert [*workers.poll([worker], 0.0)] == [0]
+    assert worker.receive() is None
+    assert "ray.shutdown() was called" in str(worker.death())
 
 
 @pytest.mark.ray
