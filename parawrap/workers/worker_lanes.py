@@ -394,7 +394,11 @@ class WorkerLanes:
                 self._receiver = threading.Thread(
                     target=self._receive_for_futures, name=name, daemon=True
                 )
-                self._receiver.start()
+                try:
+                    self._receiver.start()
+                except RuntimeError:  # the process has too many threads: the next call tries again
+                    self._receiver = None
+                    raise
             elif not self._callers_read:
                 self._unread.notify()
 

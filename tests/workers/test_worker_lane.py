@@ -165,6 +165,23 @@ def test_callback_reads_its_own_future(monkeypatch):
     assert order[0] == order[2] == "begin"
 
 
+def test_receiver_that_cannot_start(monkeypatch):
+    """The next call starts one, and its callbacks run."""
+    ended = threading.Event()
+
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    with processes(nn.Identity()) as p:
+        p(torch.ones(9))  # the workers start
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="new thread"):
+                p.submit(torch.ones(1))
+        p.submit(torch.ones(1)).add_done_callback(lambda _: ended.set())
+        assert ended.wait(20)
+
+
 def test_callback_that_exits(monkeypatch):
     """Later callbacks run, also if a caller has received the answer to the first one."""
     ended = threading.Event()
