@@ -63,6 +63,9 @@ _RECEIVER_IDLE_S = 1.0
 _UNREAD_S = 0.005
 # A wait for answers has pieces of this length, because the changes of other threads end no poll
 _PIECE_S = 0.2
+_FORKED = (
+    "a forked child has no workers: read the outputs of map in the process that made the block"
+)
 _AHEAD = 2  # messages per worker, so that the next one has arrived when an answer leaves
 _request_numbers = count()  # `next` is one atomic step
 # The registries of warnings by file: "once per line" holds for all workers together
@@ -307,8 +310,10 @@ class WorkerLanes:
         """Send a message to the first lane with room. Parts of a cut call come before whole calls.
 
         Raises:
-            SessionError: If the lanes have ended.
+            SessionError: If the lanes have ended, or in a forked child.
         """
+        if self._process != os.getpid():  # before the lock: another thread may have held it
+            raise SessionError(_FORKED)
         with self._lock:
             if self._is_over:
                 raise _end_error()
@@ -324,7 +329,12 @@ class WorkerLanes:
         """Wait until `is_done`, or until a time by the monotonic clock.
 
         One of the threads that wait receives for all.
+
+        Raises:
+            SessionError: In a forked child.
         """
+        if self._process != os.getpid():  # before the lock: another thread may have held it
+            raise SessionError(_FORKED)
         while True:
             is_reader = False
             try:

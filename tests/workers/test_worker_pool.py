@@ -100,6 +100,20 @@ def test_forked_child_runs_plainly(block):
     assert_same(runs(block, double, x), [x * 2] * 3)
 
 
+@pytest.mark.parametrize("kind", ["process"], indirect=True, scope="module")
+@pytest.mark.parametrize("chunksize", [1, 4])
+def test_forked_child_reads_no_stream(block, monkeypatch, chunksize):
+    """The answers to what was sent before the fork belong to its parent."""
+    outputs = stream(block, double, numbers(9), buffersize=8, chunksize=chunksize)
+    next(outputs)
+    lanes = block._session.lanes
+    lanes.wait(lanes.is_idle)
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes, "_process", -1)
+        with pytest.raises(SessionError, match="forked child"):
+            list(outputs)
+
+
 @contextmanager
 def setting(change, value, before):
     change(value)
