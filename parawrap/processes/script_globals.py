@@ -114,7 +114,8 @@ class Sent(NamedTuple):
     contents: _ContainerContents | _ModuleContents | None
 
 
-_NEVER_SENT = Sent(ABSENT, None)
+# Of a global that some ranks may have: no value equals it, so it is sent or deleted again
+_UNKNOWN = Sent(ABSENT, None)
 
 
 class SentScript:
@@ -220,8 +221,9 @@ class SentScript:
         """Forget what has come with a call that did not reach all ranks: it is sent again."""
         if call.kept is not None:
             self._kept.drop(call.kept.function)
-        for name in call.new:
-            self._sent.pop(name, None)
+        for name in (*call.new, *call.deleted):
+            # Not removed: some ranks may have the global, which a later call may have to delete
+            self._sent[name] = _UNKNOWN
 
     def note_owned(self, assigned: list[Name], deleted: list[Name]) -> None:
         """Note the globals that functions of a rank have assigned and deleted."""
@@ -274,7 +276,7 @@ class SentScript:
         space, _ = name
         if name in self._owned or space.startswith(_IMPORTED):
             return False
-        sent = self._sent.get(name, _NEVER_SENT)
+        sent = self._sent.get(name, _UNKNOWN)
         if sent.value is not value:
             return True
         return sent.contents is not None and sent.contents.differ_from(value)

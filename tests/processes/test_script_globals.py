@@ -10,6 +10,7 @@ import json
 
 import pytest
 
+from parawrap.processes.script_globals import ScriptOfRank, SentScript
 from tests.helpers.processes import run_script
 from tests.helpers.scripts import SCRIPTS, read_script
 
@@ -42,3 +43,34 @@ def outcomes(tmp_path_factory):
 @pytest.mark.parametrize("case", SECTIONS)
 def test_globals_of_a_script(case, outcomes):
     assert outcomes[case] is None
+
+
+def test_changes_of_globals_that_did_not_arrive():
+    """A global that was deleted here is deleted in the ranks, also if calls before were lost."""
+    globals_ = {"__name__": "a_script"}
+    exec("def read():\n    return x", globals_)
+    script, rank = SentScript(imports=True), ScriptOfRank()
+
+    def pack():
+        packed = script.pack_call(globals_["read"], (), {})
+        script.note_sent(packed)
+        return packed
+
+    def call(packed):
+        function, args, kwargs = rank.take(packed.item, packed.block.to_bytes())
+        return function(*args, **kwargs)
+
+    globals_["x"] = 1
+    assert call(pack()) == 1
+    del globals_["x"]
+    script.forget(pack())
+    with pytest.raises(NameError):
+        call(pack())
+
+    globals_["x"] = 2
+    arrived_here_alone = pack()
+    assert call(arrived_here_alone) == 2
+    script.forget(arrived_here_alone)
+    del globals_["x"]
+    with pytest.raises(NameError):
+        call(pack())
