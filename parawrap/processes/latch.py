@@ -31,6 +31,8 @@ class Latch:
     def set(self) -> None:
         """Let all threads go on that wait."""
         self._is_set = True  # before the release: a thread that goes on reads it
+        # Any thread may release the lock now, also one that another thread has acquired: from here
+        # on it protects nothing, and only wakes threads, with the interpreter lock and without
         with contextlib.suppress(RuntimeError):  # it was released before
             self._lock.release()
 
@@ -42,6 +44,7 @@ class Latch:
             if wait_s <= 0:
                 return False
             if self._lock.acquire(timeout=wait_s):
-                # For the next that waits. If Ctrl-C comes between, the others look after a second
-                self._lock.release()
+                # For the next that waits. If Ctrl-C comes between, the others look after a second.
+                # Not a bare release: another thread may have called `set` again since
+                self.set()
         return True

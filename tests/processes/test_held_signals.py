@@ -134,6 +134,25 @@ def test_a_latch_wakes_all_threads():
     assert latch.wait(0)
 
 
+def test_a_latch_is_set_while_a_thread_goes_on():
+    """A thread that waits goes on if the latch is set again just after it has acquired the lock."""
+    latch = Latch()
+    lock = latch._lock
+
+    class LockOfLatchThatIsSet:
+        release = lock.release
+
+        def acquire(self, timeout):
+            latch.set()
+            is_acquired = lock.acquire(timeout=timeout)
+            latch.set()
+            return is_acquired
+
+    latch._lock = LockOfLatchThatIsSet()
+    assert latch.wait(PATIENCE_S)
+    assert not lock.locked()
+
+
 # -- in calls
 
 
