@@ -174,10 +174,11 @@ class Pool:
         have_arrived = Latch()
         self.events.post(partial(self._ask_for_lines, have_arrived))
         have_arrived.wait(_LINES_S)
-        return {
-            member.rank: "an unknown place" if member.looked is None else member.looked.line
-            for member in self._running()
-        }
+        lines: dict[int, str] = {}
+        for member in self._running():
+            looked = member.looked  # read once: the next call may begin meanwhile
+            lines[member.rank] = "an unknown place" if looked is None else looked.line
+        return lines
 
     # -- the owner
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -13,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 from parawrap import current_rank, wrapper
 from parawrap.processes import pool
-from parawrap.processes.main_thread import _waits_in
+from parawrap.processes.main_thread import Status, _waits_in
+from parawrap.processes.pool import Pool
 from tests.helpers.processes import ranks
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -70,3 +72,21 @@ def test_checkpoint_is_no_wait():
     """A rank that checkpoints may wait for a disk, which is no wait for other ranks."""
     assert _waits_in(dist.distributed_c10d.__file__)
     assert not _waits_in(dcp.__file__)
+
+
+def test_places_while_the_next_call_begins(monkeypatch):
+    """The begin of a call, in the thread of the pool, forgets what the ranks have answered."""
+    monkeypatch.setattr(pool, "_PLACES_S", 0)
+    answers = [Status(0.0, 0.0, "script.py:1 in f: x", -1), None, None]
+
+    class MemberOfTheNextCall:
+        rank = 3
+        looked = property(lambda _: answers.pop(0))
+
+    asked = SimpleNamespace(
+        events=SimpleNamespace(post=lambda _: None),
+        _ask_for_places=lambda _: None,
+        _running=lambda: [MemberOfTheNextCall()],
+    )
+    assert Pool.places(asked) == {3: "script.py:1 in f: x"}
+    assert Pool.places(asked) == {3: "an unknown place"}
