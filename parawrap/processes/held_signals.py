@@ -14,7 +14,8 @@ _HELD = (
 )
 """Signals whose handlers may raise: Ctrl-C, and those that programs use for limits and exits."""
 
-_held: list[HeldSignals] = []  # at most one: of the main thread
+# Of the main thread, the innermost last: code that runs while signals are held may hold them too
+_held: list[HeldSignals] = []
 
 
 class HeldSignals:
@@ -38,8 +39,10 @@ class HeldSignals:
         for number in _HELD:
             if callable(before := signal.getsignal(number)):
                 self._before[number] = before
-        _held[:] = [self]
+        if not self._before:
+            return
         try:
+            _held.append(self)
             for each in self._before:
                 # A signal that comes after this call finds `_note`: Python looks it up then
                 signal.signal(each, self._note)
@@ -75,18 +78,21 @@ class HeldSignals:
             try:
                 for each, handler in self._before.items():
                     signal.signal(each, handler)
+                # Within the loop, which goes on after an exception
+                if self in _held:
+                    _held.remove(self)
                 self._before = {}
             except BaseException as reason:  # noqa: BLE001 (raised once all are restored)
                 error = error or reason
-        _held.clear()
         if error is not None:
             raise error
 
 
 def _restore_in_child() -> None:
     """Give a process that another thread forked the handlers of the script."""
-    if _held:
-        _held[0].restore()
+    # The innermost first: the handlers that it restores may be those of the next
+    for held in _held[::-1]:
+        held.restore()
 
 
 os.register_at_fork(after_in_child=_restore_in_child)

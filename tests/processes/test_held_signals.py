@@ -97,24 +97,46 @@ def test_ignored_signals_stay_ignored():
         held.end()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of os.fork in a process with threads
-def test_forked_child_has_script_handlers():
-    """Another thread may fork while this one holds signals back."""
+def fork_in_a_thread(handler):
+    """Fork in another thread, as code of the user may. True if the child has this handler."""
     codes = []
 
     def fork():
         pid = os.fork()
         if pid == 0:
-            os._exit(0 if signal.getsignal(signal.SIGINT) is before else 3)
+            os._exit(0 if signal.getsignal(signal.SIGINT) is handler else 3)
         codes.append(os.waitpid(pid, 0)[1])
 
-    before = signal.getsignal(signal.SIGINT)
-    held = HeldSignals(lambda: None)
     thread = threading.Thread(target=fork)
     thread.start()
     thread.join()
+    return codes == [0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of os.fork in a process with threads
+def test_forked_child_has_script_handlers():
+    """Another thread may fork while this one holds signals back, also twice, one in the other."""
+    before = signal.getsignal(signal.SIGINT)
+    outer = HeldSignals(lambda: None)
+    assert fork_in_a_thread(before)
+    inner = HeldSignals(lambda: None)
+    assert fork_in_a_thread(before)
+    inner.end()
+    assert fork_in_a_thread(before)
+    outer.end()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of os.fork in a process with threads
+def test_other_threads_hold_nothing():
+    """The end of an object that holds nothing, in another thread, does not matter to this one."""
+    before = signal.getsignal(signal.SIGINT)
+    held = HeldSignals(lambda: None)
+    thread = threading.Thread(target=lambda: HeldSignals(lambda: None).end())
+    thread.start()
+    thread.join()
+    assert fork_in_a_thread(before)
     held.end()
-    assert codes == [0]
 
 
 def test_a_latch_wakes_all_threads():
