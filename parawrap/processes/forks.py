@@ -33,12 +33,15 @@ class _Handover:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._in_transit: list[int] = []
+        # By block: a signal handler that runs inside a block may begin another one
+        self._in_transit: list[list[int]] = []
 
     def __enter__(self) -> list[int]:
         """Return the list for the descriptors that this process closes before the block ends."""
         self._lock.acquire()
-        return self._in_transit
+        files: list[int] = []
+        self._in_transit.append(files)
+        return files
 
     def __exit__(
         self,
@@ -47,7 +50,7 @@ class _Handover:
         trace: TracebackType | None,
     ) -> None:
         # In this order: after the release, another thread may add its own
-        self._in_transit.clear()
+        self._in_transit.pop()
         self._lock.release()
 
     def before_fork(self) -> None:
@@ -57,10 +60,11 @@ class _Handover:
         self._lock.release()
 
     def after_fork_in_child(self) -> None:
-        for file in self._in_transit:
-            with contextlib.suppress(OSError):  # closed already
-                os.close(file)
-        self._in_transit.clear()
+        for files in self._in_transit:
+            for file in files:
+                with contextlib.suppress(OSError):  # closed already
+                    os.close(file)
+            files.clear()
         # the thread that forked is the one of this process, and has acquired it
         self._lock.release()
 

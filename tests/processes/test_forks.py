@@ -80,6 +80,26 @@ def test_fork_within_a_handover_closes_its_descriptors():
         os.close(reading)
 
 
+def test_handover_within_a_handover():
+    """A signal handler may hand descriptors over, too. The block around it keeps its own."""
+    children = []
+    with ending(children):
+        with handover as outer:
+            reading, writing = os.pipe()
+            outer.append(writing)
+            with handover as inner:
+                inner_reading, inner_writing = os.pipe()
+                inner.append(inner_writing)
+                children.append(fork_child())
+                os.close(inner_writing)
+            children.append(fork_child())
+            os.close(writing)
+        assert is_at_end(inner_reading)
+        assert is_at_end(reading)
+        os.close(inner_reading)
+        os.close(reading)
+
+
 def test_child_may_hand_over_itself():
     """A forked child has the lock to itself, also if it was forked within a block."""
     with handover:
