@@ -400,7 +400,7 @@ class _Keeper:
         while True:
             pid, status = os.waitpid(-1, 0)
             if pid == self._rank:
-                self._rank = 0  # the number may belong to another process soon
+                self._rank = 0  # the number may belong to another process later
                 return os.waitstatus_to_exitcode(status)
 
     def _end_leftovers(self, group: int) -> None:
@@ -409,11 +409,19 @@ class _Keeper:
         There are two kinds: members of its process group, and orphans that had left the group,
         which are children of this process.
         """
-        send_signal(os.killpg, group, signal.SIGTERM)
+        # The number of the reaped rank stays with its group while that has members. Later, another
+        # group may get it, so a group that was seen to be gone gets no more signals. Not within a
+        # poll, nor before the first signal: kernels give all other numbers first
+        is_group_left = send_signal(os.killpg, group, signal.SIGTERM)
         kill_at = time.monotonic() + _TERMINATE_S
-        while self._has_children() or send_signal(os.killpg, group, 0):
+        while True:
+            has_children = self._has_children()
+            is_group_left = is_group_left and send_signal(os.killpg, group, 0)
+            if not (has_children or is_group_left):
+                return
             if time.monotonic() >= kill_at:
-                send_signal(os.killpg, group, signal.SIGKILL)
+                if is_group_left:
+                    send_signal(os.killpg, group, signal.SIGKILL)
                 for pid in children_of(self._pid):
                     send_signal(os.kill, pid, signal.SIGKILL)
             time.sleep(_POLL_S)

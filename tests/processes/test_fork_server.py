@@ -128,6 +128,26 @@ def test_a_frozen_application_is_refused(monkeypatch):
 # -- what ranks leave behind
 
 
+def test_group_that_is_gone_gets_no_signal(monkeypatch):
+    """While an orphan ends, another group may get the number of the rank's group."""
+    sent, group = [], 4321
+    is_a_group = iter([True, True, True, False])  # at each signal; at later ones it is another
+    has_children = iter([True, True, True, True, False])  # at each look
+
+    def killpg(pid, number):
+        sent.append((pid, number))
+        if not next(is_a_group, True):
+            raise ProcessLookupError
+
+    keeper = fork_server._Keeper(None, -1)
+    monkeypatch.setattr(keeper, "_has_children", lambda: next(has_children))
+    monkeypatch.setattr(fork_server, "children_of", lambda _: set())
+    monkeypatch.setattr(fork_server, "_TERMINATE_S", 0)
+    monkeypatch.setattr(os, "killpg", killpg)
+    keeper._end_leftovers(group)
+    assert sent == [(group, signal.SIGTERM), (group, 0), (group, signal.SIGKILL), (group, 0)]
+
+
 def test_no_zombies_of_background_commands():
     """A rank can wait for all of its children, and only for these."""
 
