@@ -402,14 +402,14 @@ def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
     found = list(parts)
     if blank is None:
         return _unwrap(found[0])
-    kind = blank.cls
+    kind: type = blank.cls
     count = len(blank.keys)
     items = dict(zip(blank.keys, found[:count], strict=True))
     is_mapping = issubclass(kind, Mapping)
     if is_mapping and not issubclass(kind, dict | UserDict):
-        return kind(items)  # only the class can fill its instances
+        return blank.cls(items)  # only the class can fill its instances
     is_tuple = issubclass(kind, tuple)
-    built = tuple.__new__(kind, items.values()) if is_tuple else kind.__new__(kind)
+    built: Any = tuple.__new__(kind, items.values()) if is_tuple else blank.cls.__new__(kind)
     # Attributes come before the items: `__setitem__` of the class may read them
     if issubclass(kind, defaultdict):
         built.default_factory = blank.factory

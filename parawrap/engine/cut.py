@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import count, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
@@ -404,17 +405,17 @@ def _is_written(moved: Moved) -> bool:
 def _move(leaf: Any, device: torch.device) -> Any:
     """Return a leaf on a device: the value of a leaf that is kept whole, or any other leaf."""
     if isinstance(leaf, WholeLeaf):
-        move: Callable[[Any, torch.device], Any] = place_leaf
+        move: Callable[[], Any] = partial(place_leaf, leaf, device)
         is_copied = True
     elif isinstance(leaf, torch.Tensor):
-        move = transfer
+        move = partial(transfer, leaf, device)
         is_copied = leaf.device != device
     else:
         return leaf
     # A copy made in inference mode would have no version, which shows a write in place
     must_have_version = is_copied and torch.is_inference_mode_enabled()
     with lasting() if must_have_version else nullcontext():
-        return move(leaf, device)
+        return move()
 
 
 class Cutter:

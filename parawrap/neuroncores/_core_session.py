@@ -223,7 +223,7 @@ class CoreSession(Session):
         lane = here.lane
         state = self.replicas.state
         # A lane of this session, not of another one, once the model has its replicas
-        if lane in self.lanes.all and state.replicas:
+        if lane is not None and lane in self.lanes.all and state.replicas:
             return entry.of(state.replicas[lane.index].target)(*args, **kwargs)
         if not self.lanes.is_alive or state.survey.is_lazy:
             return entry.plain(*args, **kwargs)

@@ -74,9 +74,9 @@ def test_checkpoint_is_no_wait():
     assert not _waits_in(dcp.__file__)
 
 
-def test_places_while_the_next_call_begins(monkeypatch):
+def test_lines_while_the_next_call_begins(monkeypatch):
     """The begin of a call, in the thread of the pool, forgets what the ranks have answered."""
-    monkeypatch.setattr(pool, "_PLACES_S", 0)
+    monkeypatch.setattr(pool, "_LINES_S", 0)
     answers = [Status(0.0, 0.0, "script.py:1 in f: x", -1), None, None]
 
     class MemberOfTheNextCall:
@@ -85,8 +85,8 @@ def test_places_while_the_next_call_begins(monkeypatch):
 
     asked = SimpleNamespace(
         events=SimpleNamespace(post=lambda _: None),
-        _ask_for_places=lambda _: None,
+        _ask_for_lines=lambda _: None,
         _running=lambda: [MemberOfTheNextCall()],
     )
-    assert Pool.places(asked) == {3: "script.py:1 in f: x"}
-    assert Pool.places(asked) == {3: "an unknown place"}
+    assert Pool.lines(asked) == {3: "script.py:1 in f: x"}
+    assert Pool.lines(asked) == {3: "an unknown place"}
