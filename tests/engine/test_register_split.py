@@ -261,6 +261,18 @@ def test_an_argument_takes_the_joined_state(kind):
     assert not hasattr(value, "notes")
 
 
+def test_the_order_of_an_ordered_dict():
+    """A change of the order alone counts, and reaches the caller's object."""
+    value, joined_value = Held(torch.zeros(3)), Held(torch.zeros(3))
+    value.notes = notes = OrderedDict(a=1, b=2)
+    before = contents_of(value)
+    joined_value.notes = OrderedDict(b=2, a=1)
+    update_argument(value, joined_value)
+    assert value.notes is notes
+    assert [*notes] == ["b", "a"]
+    assert not is_same(before, contents_of(value))
+
+
 def test_gradients_of_an_argument():
     """An equal tensor with a graph replaces one without."""
     weight = torch.ones(3, requires_grad=True)

@@ -96,12 +96,21 @@ def mark_version(tensor: torch.Tensor) -> str | None:
     return sys.intern(f"version {version_of(tensor)}")
 
 
+def _dict_class_of(value: dict[Any, Any]) -> Any:
+    """Return the class whose methods read and write a dict in its order.
+
+    The methods of dict do not follow the links of an OrderedDict, and leave them as they are.
+    """
+    return OrderedDict if isinstance(value, OrderedDict) else dict
+
+
 def _stored_items(value: Any) -> Iterator[Any]:
     """Yield the keys and items of a container, as it stores them."""
     # A class may make new objects when it is iterated, so its own methods are not called.
     if isinstance(value, dict):
-        yield from dict.keys(value)
-        yield from dict.values(value)
+        base = _dict_class_of(value)
+        yield from base.keys(value)
+        yield from base.values(value)
     elif isinstance(value, list):
         yield from list.__iter__(value)
     elif isinstance(value, tuple):
@@ -152,7 +161,8 @@ def is_unchanged(old: Any, new: Any) -> bool:
 def put_state(value: Any, joined: Any, find_rules: FindRules) -> None:
     """Put the items, attributes, and slots of a joined value into the caller's object.
 
-    Entries that are unchanged stay. Dicts and lists inside the object stay the same objects too.
+    Entries of dicts and lists, and attributes, that are unchanged stay. Dicts and lists inside the
+    object stay the same objects too.
 
     Raises:
         GatherError: If the object cannot take them.
@@ -195,8 +205,7 @@ def _put_items(value: Any, joined: Any, find_rules: FindRules) -> bool:
     """
     # Methods of the base class: a subclass may refuse its own, as outputs of transformers do.
     if isinstance(value, dict):
-        base = OrderedDict if isinstance(value, OrderedDict) else dict
-        _put_dict(value, joined, base, find_rules)
+        _put_dict(value, joined, find_rules)
     elif isinstance(value, list):
         old = list.copy(value)
         # If the joined list is longer. If it is shorter, the rest of the caller's items goes
@@ -209,6 +218,7 @@ def _put_items(value: Any, joined: Any, find_rules: FindRules) -> bool:
     elif isinstance(value, deque):
         if value.maxlen != joined.maxlen:
             refuse_update(value, f"its joined parts have maxlen={joined.maxlen}")
+        # Replaced whole: for a moment, another thread may see it empty. So for a set
         items = list(joined)
         deque.clear(value)
         deque.extend(value, items)
@@ -228,13 +238,13 @@ def _put_items(value: Any, joined: Any, find_rules: FindRules) -> bool:
     return True
 
 
-def _put_dict(old: dict[Any, Any], new: dict[Any, Any], base: Any, find_rules: FindRules) -> None:
+def _put_dict(old: dict[Any, Any], new: dict[Any, Any], find_rules: FindRules) -> None:
     """Give a dict the entries and the order of another one."""
-    if old is new:
-        return
+    base = _dict_class_of(old)
     entries: dict[Any, Any] = {}
-    for key, entry in dict.items(new):
+    for key, entry in base.items(new):
         entries[key] = _merge(dict.get(old, key, ABSENT), entry, find_rules)
+    # All anew, for the order. Another thread may see an entry missing for a moment
     base.clear(old)
     for key, entry in entries.items():
         base.__setitem__(old, key, entry)
@@ -242,9 +252,9 @@ def _put_dict(old: dict[Any, Any], new: dict[Any, Any], base: Any, find_rules: F
 
 def _put_tensor(value: torch.Tensor, joined: torch.Tensor) -> None:
     """Write the joined rows into a tensor of a registered class."""
+    if value.shape != joined.shape:
+        refuse_update(value, f"its joined parts have the shape {tuple(joined.shape)}")
     try:
-        if value.shape != joined.shape:
-            refuse_update(value, f"its joined parts have the shape {tuple(joined.shape)}")
         value.copy_(joined)
     except RuntimeError as error:  # a leaf with gradients
         refuse_update(value, f"torch refuses the write: {error}")
