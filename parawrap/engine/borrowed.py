@@ -19,7 +19,7 @@ arguments in another process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import is_
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
@@ -240,8 +240,9 @@ def replace_new_entries(loan: Loan, replace: Callable[[Any], Any]) -> None:
 class Borrowed:
     """The arguments of one call, and what its lanes have of them.
 
-    `call` are the caller's own arguments, with containers at `paths`; `values` are the leaves, and
-    `name` returns the address of a leaf for errors.
+    `call` are the caller's own arguments, with containers at `paths`; `values` are the leaves,
+    `whole` the indices of the objects with rules that each of several lanes has whole, and `name`
+    returns the address of a leaf for errors.
     """
 
     def __init__(
@@ -250,12 +251,14 @@ class Borrowed:
         paths: Sequence[Path],
         values: Sequence[Any],
         loans: Sequence[Loan],
+        whole: Collection[int],
         name: Callable[[int], str],
     ) -> None:
         self._call = call
         self._paths = paths
         self._values = values
         self._loans = loans
+        self._whole = whole
         self._name = name
         # By the argument: the path of a container, or the index of a leaf
         self._marks: dict[Path | int, ReturnedArgument] = {}
@@ -287,7 +290,7 @@ class Borrowed:
         """
         if all(loan.is_unchanged() for loan in self._loans):
             return
-        self._refuse_shared()
+        self._refuse_written_whole()
         self._find_places_in_output(outputs[0])
         try:
             self._changed_containers = self._join_containers(join)
@@ -383,20 +386,24 @@ class Borrowed:
 
     # Changed containers
 
-    def _refuse_shared(self) -> None:
-        """Refuse changes of objects that all lanes use."""
-        # All lanes have the same objects, so the first lane stands for them
-        loan = self._loans[0]
-        for index, before in loan.shared.items():
-            value = loan.leaves[index]
-            if are_same_objects(_read_shared(value), before):
-                continue
-            msg = (
-                f"forward writes {self._name(index)}, a {type(value).__name__} that every lane "
-                "gets whole, so each lane wrote once. Return what it writes, or use "
-                "register_split for its class"
-            )
-            raise ShardError(msg)
+    def _refuse_written_whole(self) -> None:
+        """Refuse changes of objects that every lane has whole: the caller's, or a copy of it."""
+        compared: set[int] = set()  # lanes on the object's own device have the same object
+        for loan in self._loans:
+            written = [index for index in loan.objects if index in self._whole]
+            written = [index for index in written if _is_object_changed(loan, index)]
+            for index in loan.shared.keys() - compared:
+                compared.add(index)
+                if not are_same_objects(_read_shared(loan.leaves[index]), loan.shared[index]):
+                    written.append(index)
+            for index in written:
+                value = loan.leaves[index]
+                msg = (
+                    f"forward writes {self._name(index)}, a {type(value).__name__} that every lane "
+                    "gets whole, so each lane wrote once. Return what it writes, or use "
+                    "register_split for its class"
+                )
+                raise ShardError(msg)
 
     def _join_containers(self, join: Join) -> list[tuple[Any, EntriesAfter]]:
         """Return each container of the caller that changes, with its entries after the call."""
@@ -450,7 +457,7 @@ class Borrowed:
             place, only = refused.popitem()
             _refuse(place, own, only.message)
         if refused:
-            # An option for all of them need not be right for each
+            # Each message may name an option for its own entry, which would hold for all of them
             _refuse(" and ".join(refused), own, "they cannot be joined")
         return joined
 
@@ -473,10 +480,13 @@ class Borrowed:
         """Return each object with rules that lanes changed, with the joined state of its parts."""
         joined_objects: list[tuple[Any, Any]] = []
         for index in self._loans[0].objects:
+            if index in self._whole:  # unchanged: a write was refused
+                continue
             if not any(_is_object_changed(loan, index) for loan in self._loans):
                 continue
             parts = [loan.leaves[index] for loan in self._loans]
             if device is not None:
+                # It takes a leaf, and returns the value in it
                 parts = [place_leaf(WholeLeaf(part), device) for part in parts]
             value = self._values[index].value
             joined = self._join_parts(index, value, parts)

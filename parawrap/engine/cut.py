@@ -283,7 +283,10 @@ class ShardPlan:
         """
         if not (self.containers or self.objects or self.unknown):
             return None
-        return Borrowed(given, self.containers, flat.leaves, loans, self._name)
+        whole: Sequence[int] = ()
+        if len(self.sizes) > 1:  # a single lane may write what it has whole
+            whole = [index for index in self.objects if self.dims[index] is None]
+        return Borrowed(given, self.containers, flat.leaves, loans, whole, self._name)
 
     def write_back(self, flat: FlatCall, columns: Columns, loans: Sequence[Loan]) -> None:
         """Write what lanes wrote into their copies of tensors into the caller's arguments.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import ReplicaError, parallel
+from parawrap import ReplicaError, ShardError, parallel, register_split
 from tests import simdevice
 from tests.helpers.device_models import (
     SIMS,
@@ -220,6 +220,44 @@ def test_writes_in_inference_mode_with_gradients(home):
         x = torch.ones(9, 4, device=home)
         model(x)
     assert_close(x, torch.full_like(x, 3.0))
+
+
+class Bag:
+    """An object with rows, and rules."""
+
+    def __init__(self, rows, notes):
+        self.rows, self.notes = rows, notes
+
+    def to(self, *args, **kwargs):
+        return Bag(self.rows.to(*args, **kwargs), self.notes.to(*args, **kwargs))
+
+
+@pytest.fixture
+def bags():
+    def split(bag, sizes):
+        parts = zip(bag.rows.split(list(sizes)), bag.notes.split(list(sizes)), strict=True)
+        return [Bag(*part) for part in parts]
+
+    def join(parts):
+        return Bag(torch.cat([each.rows for each in parts]), torch.cat([e.notes for e in parts]))
+
+    register_split(Bag, split=split, join=join, rows=lambda bag: len(bag.rows))
+
+
+@pytest.mark.parametrize("writer", [None, 1])
+@pytest.mark.parametrize("home", ["cpu", "sim:0", "sim:1"])
+def test_writes_into_whole_objects(bags, home, writer):
+    """A write into an object that each lane gets whole is refused, also if a lane writes a copy."""
+
+    def run(x, bag):
+        if writer is None or x.device.index == writer:
+            bag.rows = bag.rows + 1
+        return x
+
+    bag = Bag(torch.ones(2, device=home), torch.ones(2, device=home))
+    block = parallel(run, SIMS[:2], in_dims={"bag": None}, out_dims=0)
+    with block as p, pytest.raises(ShardError, match="a Bag that every lane gets whole"):
+        p(torch.ones(9, device=home), bag)
 
 
 def test_whole_tensors_are_copied_once():
