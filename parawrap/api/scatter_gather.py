@@ -19,7 +19,7 @@ from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lanes import Lanes
 from parawrap.engine.replicas import CopyOptions, Replicas
-from parawrap.errors import DeviceListError, GatherError, ShardError
+from parawrap.errors import DeviceListError, GatherError, ReplicaError, ShardError
 from parawrap.tree import flatten
 
 T = TypeVar("T", bound=torch.nn.Module)
@@ -85,6 +85,7 @@ def scatter_kwargs(
     if not devices:
         msg = "the list of devices is empty. Name at least one device"
         raise DeviceListError(msg)
+    # As in torch: tensors in a list are cut, and a list of other values goes to every device
     cutter = Cutter(dim, lists_are_shared=True)
     args: tuple[Any, ...] = (inputs,)
     if inputs is None:
@@ -93,7 +94,7 @@ def scatter_kwargs(
         args = tuple(inputs)
     flat = cutter.flatten(args, kwargs or {})
     plan = cutter.plan(flat, len(devices))
-    # A batch of 0 rows has leaves with rows too
+    # A batch of 0 rows has leaves with rows too, and a single row, which goes whole, has none
     has_rows = plan.rows > 0 or any(cut_on is not None for cut_on in plan.dims)
     has_arguments = bool(args or kwargs)
     # Without rows, the plan has one size, 0, and cuts nothing. As in torch, the values go to every
@@ -129,6 +130,9 @@ def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -
         return []
     made = Replicas(network, places, CopyOptions(detach=detach, shares_hooks=True))
     made.refresh()
+    if not made.state.replicas:  # a parameter has no shape yet
+        msg = "the module has lazy parameters without a shape. Call it once, and replicate it then"
+        raise ReplicaError(msg)
     made.share_buffers()  # of the first replica: as in torch, its calls update the module
     return [replica.target for replica in made.state.replicas]
 

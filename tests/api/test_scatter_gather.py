@@ -16,6 +16,7 @@ from torch.testing import assert_close
 
 from parawrap import (
     GatherError,
+    ReplicaError,
     gather,
     parallel_apply,
     replicate,
@@ -186,6 +187,12 @@ def test_replicas_are_new_modules():
     assert not any(
         each(torch.ones(1, 2)).requires_grad for each in replicate(model, TWO, detach=True)
     )
+
+
+def test_lazy_modules_are_not_replicated():
+    """The message says to call the module first."""
+    with pytest.raises(ReplicaError, match="lazy parameters without a shape"):
+        replicate(nn.LazyLinear(2), TWO)
 
 
 # --- parallel_apply ---
