@@ -23,6 +23,7 @@ from parawrap.engine.lent_containers import paths_of_containers
 from parawrap.engine.output_handover import hand_over
 from parawrap.engine.replicas import Replicas
 from parawrap.engine.streams import as_call
+from parawrap.engine.survey import Survey, home_of_survey
 from parawrap.errors import SessionError
 from parawrap.launch import seed_all
 from parawrap.processes.outcomes import pack_exception, traceback_of
@@ -161,6 +162,9 @@ class ModelServer:
             if self._packed_model is not None:
                 self._make_model(unpack(self._packed_model))
                 self._packed_model = None  # after an error it stays, and later calls fail too
+            home = self._replicas.state.home
+            if self._is_changed:  # the first call makes the replica of a new model, in its modes
+                home = home_of_survey(Survey(self._replicas.target))
             modes, of_process = _unpack_modes(form.modes)
             for mode, value in zip(_PROCESS_MODES, of_process, strict=True):
                 # The first write of the deterministic mode takes a second
@@ -171,7 +175,7 @@ class ModelServer:
             answers = modes.run(
                 lambda: [tuple(self._answer(form, item, block, packer)) for item in items],
                 self._device,
-                self._replicas.state.home,
+                home,
             )
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
             return self.fail(items, error)
@@ -190,7 +194,7 @@ class ModelServer:
             own = torch.initial_seed()
             # Workers have different seeds, for their random numbers, but the same weights
             seed_all(sent["seed"])
-            torch.set_default_dtype(sent["dtype"])
+            torch.set_default_dtype(sent["dtype"])  # `answer` sets that of the calls afterwards
             try:
                 target = target.load_model(*target.args, **target.kwargs)
             finally:
@@ -230,13 +234,16 @@ class ModelServer:
         if not are_tensors and any(map(is_generator, leaves)):  # its new state would stay here
             msg = f"an argument is {GENERATOR_STAYS}"
             raise SessionError(msg)
-        # The arguments that `prepare` computes stay in this process
+        # With `prepare`, these are the caller's batch: what `prepare` does to it stays here, and
+        # forward gets what it computes
         is_lent = not are_tensors and form.prepare is None
         # Three ways to see writes: entries of containers, pickles of objects, versions of tensors
         loan = _lend_all((args, kwargs), leaves) if is_lent else NOTHING
         contents = PickledContents(leaves) if is_lent else None
         versions = [*map(_version_of, leaves)]
         made = self._run(form, args, kwargs)
+        # A call without containers and objects has no loan, and no marks: a tensor that it returns
+        # is another one for the caller
         output = mark_arguments(made, loan)
         has_marks = output is not made
         self._replicas.unkept.warn()  # of writes into the model, which do not stay

@@ -11,6 +11,10 @@ from torch.nn.utils.rnn import pack_sequence
 
 from parawrap import parallel
 from parawrap.backends import transfer
+from parawrap.engine.lanes import Modes
+from parawrap.processes.packing import Packer
+from parawrap.processes.pickling import pack
+from parawrap.workers.worker import Form, ModelServer, WorkerAnswer, pack_modes
 from tests import simdevice
 from tests.helpers.device_models import SIMS, Holder, mlp, rows, settle, side_stream
 from tests.helpers.packing import sent
@@ -93,6 +97,32 @@ def pending(value=3.0):
     return (
         torch.full((9, 5), value, dtype=torch.float64).pin_memory().to("sim:0", non_blocking=True)
     )
+
+
+MADE_ON = []
+
+
+class NotesDevice(nn.Linear):
+    """Notes where forward makes tensors without a device."""
+
+    def forward(self):
+        MADE_ON.append(torch.zeros(1).device.type)
+        return self.weight
+
+
+def test_calls_on_a_new_model_in_a_worker():
+    """The first call on a model that has arrived makes tensors where later calls do."""
+    server = ModelServer(torch.device("sim:0"))
+    sent_model = {"model": NotesDevice(2, 2).eval(), "seed": 0, "dtype": torch.float32}
+    server.take_model(memoryview(pack(sent_model, "target").to_bytes()))
+    with torch.inference_mode():
+        modes = pack_modes(Modes.capture("sim"))
+    form = Form(modes, is_inference=True, method=None, is_whole=True, prepare=None, model=None)
+    item = Packer().add((), "args")
+    for _ in range(2):
+        (answer,), _ = server.answer(form, [item], memoryview(b""))
+        assert WorkerAnswer(*answer).error is None
+    assert MADE_ON == ["sim", "sim"]
 
 
 @pytest.mark.parametrize(
