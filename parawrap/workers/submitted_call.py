@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
 from parawrap.processes.events import NEVER
-from parawrap.processes.held_signals import HeldSignals
+from parawrap.processes.held_signals import HeldSignals, do_nothing
 from parawrap.workers.worker_lanes import WorkerCall, WorkerLanes
 
 
@@ -74,15 +75,20 @@ class SubmittedCall(WorkerCall):
         self.future = _WorkerFuture(lanes)
 
     def begin(self) -> bool:
-        # `running`: Ctrl-C may have come between an earlier `begin` and the sending
-        return self.future.running() or self.future.set_running_or_notify_cancel()
+        # Ctrl-C may have come between an earlier `begin` and the next step of its caller
+        if self.future.running():
+            return True
+        try:
+            return self.future.set_running_or_notify_cancel()
+        except RuntimeError:  # cancelled, and those who wait were notified
+            return False
 
     @property
     def has_callbacks(self) -> bool:
         return self.future.has_callbacks
 
     def end(self) -> None:
-        held = HeldSignals(lambda: None)  # the future must not stay half resolved
+        held = HeldSignals(wake=do_nothing)  # the future must not stay half resolved
         try:
             self._resolve()
         finally:
@@ -92,7 +98,8 @@ class SubmittedCall(WorkerCall):
     def _resolve(self) -> None:
         if self.future.cancel():  # it was cancelled before, or its lanes ended before it was sent
             # Notifies concurrent.futures.wait, which would wait forever otherwise
-            self.future.set_running_or_notify_cancel()
+            with suppress(RuntimeError):  # `begin` has notified them
+                self.future.set_running_or_notify_cancel()
             return
         try:
             output = self._finish(self.load(), self)

@@ -418,10 +418,11 @@ class WorkerLanes:
             return
         self._is_over = True
         self._workers.end()  # a thread that waits for their start raises
-        working = [(lane.worker, bool(lane.flying)) for lane in self.all if lane.worker is not None]
-        for worker, is_busy in working:
-            worker.stop(at_once=is_busy)
-        for worker, _ in working:
+        working = []
+        for lane, worker in self._lanes_with_workers():
+            working.append(worker)
+            worker.stop(at_once=bool(lane.flying))
+        for worker in working:
             worker.join()
         # Only now: a thread may hold the lock while it sends, at most until its worker has ended
         with self._lock:
@@ -437,6 +438,10 @@ class WorkerLanes:
         self._tell_waiting()
         with self._lock:
             self._unread.notify()  # the receiver leaves
+
+    def _lanes_with_workers(self) -> list[tuple[WorkerLane, LocalWorker | RayWorker]]:
+        """Return the lanes that have workers now. Each is read once: a thread may bury it."""
+        return [(lane, worker) for lane in self.all if (worker := lane.worker) is not None]
 
     def _pass_on(self) -> None:
         """Wake threads that wait for messages, then end futures: a callback may be slow."""
@@ -459,6 +464,7 @@ class WorkerLanes:
                 return
             request = self._backlog[0]  # until it is in the lane: Ctrl-C must not lose it
             was_begun = request.lane is not None  # it goes again, after a death or Ctrl-C
+            # `begin` changes only a call of `submit`, which is alone in its message
             if was_begun or any(call.begin() for call in request.calls):
                 self._send(lane, request)
             else:  # all of it was cancelled
@@ -511,7 +517,7 @@ class WorkerLanes:
 
     def _receive(self, timeout_s: float) -> None:
         """Take the answers that arrive, and send what waits."""
-        lanes = [(lane, lane.worker) for lane in self.all if lane.worker is not None]
+        lanes = self._lanes_with_workers()
         found: Collection[int] = ()
         if lanes:
             found = self._workers.poll([worker for _, worker in lanes], timeout_s)

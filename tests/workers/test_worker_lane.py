@@ -350,3 +350,14 @@ def test_stream_does_not_grow_memory(elements, batches):
     assert used[1] - used[0] < 8 * MIB + 4 * batch.nbytes, (
         "as many batches as are in flight, never all"
     )
+
+
+def test_a_cancelled_call_begins_twice():
+    """Ctrl-C may come after a cancelled call has told those who wait, and before it is taken out
+    of the queue: the next thread that sends begins it again.
+    """
+    call = SubmittedCall((), {}, lambda output, _: output, lanes=None)
+    assert call.future.cancel()
+    assert [call.begin(), call.begin()] == [False, False]
+    call.end()
+    assert call.future.cancelled()
