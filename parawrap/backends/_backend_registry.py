@@ -74,8 +74,7 @@ def is_torch_device(kind: str) -> bool:
     if kind == "xla":  # torch_xla delays operators: lanes would build, and run, each other's graphs
         return False
     try:
-        # With an index: without one, torch can mistake "nn" for a kind of device, because torch.nn
-        # is a module.
+        # With an index, so that a kind with an index of its own, "cuda:0", is refused as well
         module: ModuleType = torch.get_device_module(torch.device(kind, 0))
     except RuntimeError:
         return False

@@ -52,7 +52,10 @@ def pad(parts: Sequence[torch.Tensor], dim: int, value: Any) -> list[torch.Tenso
 
 
 def are_of_one_form(parts: Sequence[torch.Tensor], dim: int, device: torch.device) -> bool:
-    """True if parts from elsewhere can be written into one tensor on the device."""
+    """True if parts from elsewhere can be written into one tensor on the device.
+
+    Their dtypes are equal: `Joiner` refuses others.
+    """
     if all(part.device == device for part in parts):
         return False  # torch.cat reads each part once too
     if not are_alike(parts, dim):
@@ -62,7 +65,7 @@ def are_of_one_form(parts: Sequence[torch.Tensor], dim: int, device: torch.devic
         # The copy would drop a subclass.
         if type(part) is not torch.Tensor or not part.is_contiguous():
             return False
-        # The copy into the tensor would not be part of the graph.
+        # Autograd refuses a write into one of the views that `split` returns.
         if records and part.requires_grad:
             return False
     return True
@@ -74,7 +77,8 @@ def write_into_one(parts: Sequence[torch.Tensor], dim: int, device: torch.device
     shape = list(parts[0].shape)
     shape[dim] = sum(sizes)
     joined = torch.empty(shape, dtype=parts[0].dtype, device=device)
-    # A copy to the CPU that does not block may end after the caller has read the tensor.
+    # A copy to the CPU that does not block may end after the caller has read the tensor. Copies
+    # elsewhere are queued: `PlacedCall` has recorded that this stream uses the parts.
     may_return_early = device.type != "cpu"
     for place, part in zip(joined.split(sizes, dim), parts, strict=True):
         place.copy_(part, non_blocking=may_return_early)

@@ -188,10 +188,11 @@ class Session(Calls):
 class ThreadStream:
     """Starts the batches of one stream in the lanes of a session.
 
-    The model is read before the first batch.
+    The model is read before the first batch. The methods and attributes are those of `Starter` in
+    `streams.py`.
     """
 
-    has_room = None
+    has_room = None  # `most` alone limits the batches in flight
 
     def __init__(self, session: Session, entry: Entry, prepare: Prepare | None) -> None:
         # Half of them may be read at once (`wait_for_some`). The rest leaves each lane a batch to
@@ -238,11 +239,13 @@ class ThreadStream:
     def wait_for_some(self, flying: Collection[Pending], /) -> int:
         """Wait for several batches at once, if they are neither tiny nor long.
 
+        Return how many outputs the caller may read before it asks again.
+
         Each time that the caller wakes, it takes the interpreter lock from a lane that has just
         begun the next batch. The other half of the batches in flight keeps the lanes at work.
         """
         tasks, busy_ns = self._lane.tasks - self._tasks, self._lane.busy_ns - self._busy_ns
-        each_ns = busy_ns // tasks if tasks > 0 else 0
+        each_ns = busy_ns // tasks if tasks > 0 else 0  # no batch has ended: no wait here, as yet
         half = max(1, len(flying) // 2)
         if each_ns < _TINY_NS:  # the caller is the slower one
             return half
@@ -265,7 +268,7 @@ class ThreadStream:
         self._ready = None
         if ready is not None and session.lanes.is_open:
             replicas = session.replicas
-            replicas.unkept.warn()
+            replicas.unkept.warn()  # of what forward wrote in the lanes, which warn of nothing
             # The state of the stream itself: another thread may refresh the replicas right now
             if ready.state.generation != replicas.state.generation:
                 raise ReplicaError(CHANGED)

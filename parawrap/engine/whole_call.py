@@ -178,6 +178,8 @@ class WholeCall:
 
     def __call__(self, lane: Lane) -> None:
         """Run the call in a lane's thread, unless it was cancelled."""
+        # A submitted call belongs to the thread that sets its future running. If it was cancelled,
+        # only the future is waited for: `ended` stays locked
         if self.future is not None and not self.future.set_running_or_notify_cancel():
             return
         if not self._claim.acquire(blocking=False):
@@ -190,7 +192,8 @@ class WholeCall:
                     self._run_in(lane)
                     break
             self.calls.wait_for_cut_call()
-        # Before the call ends: then the caller may count on the memory of its arguments
+        # Before the call ends: a caller that has the output may count on it that the memory of the
+        # arguments is free
         self.args, self.kwargs, self.staged = (), {}, None
         if self.future is not None:
             self._land(self.future)

@@ -84,6 +84,7 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
     ranks = require_group("gather_rows")
     if sampler is None and ranks == 1:
         return tree
+    # A rank that raises here leaves the others waiting in the exchange: its launch ends them
     indices, length = _find_indices(sampler, ranks)
     leaves, spec = flatten(replace_nodes(tree, _is_list, WholeLeaf))  # a list is one column
     places = addresses(spec, "tree")
@@ -119,11 +120,13 @@ def _find_indices(sampler: Any, ranks: int) -> tuple[list[int], int]:
     if isinstance(sampler, DataLoader):
         loader: DataLoader[Any] = sampler
         sampler = loader.sampler
-        # So DataLoader notes that it was made with ``batch_sampler=``
+        # So DataLoader notes that it was made with ``batch_sampler=``. `shard_loader` replaces both
+        # samplers, and leaves the batch size None
         has_own_batches = loader.batch_size is None and loader.batch_sampler is not None
         if has_own_batches and not isinstance(sampler, RankSampler):
             sampler = loader.batch_sampler  # DataLoader's sampler does not choose the rows then
     if isinstance(sampler, DistributedSampler):
+        # To iterate a RankSampler would begin its next epoch. These are the rows of the last one
         rows = sampler.rows() if isinstance(sampler, RankSampler) else sampler
         return list(rows), len(sampler.dataset)  # type: ignore[arg-type]
     if type(sampler) is SequentialSampler and ranks == 1:

@@ -53,8 +53,8 @@ class World(RankPlace):
             not agree on one.
         hosts_store: True if this rank must open the store. The agent, torchrun's own process on a
             node, may have one already.
-        has_launcher: False if nothing but RANK and WORLD_SIZE says that there is a launcher. Pods
-            and notebooks have these variables too.
+        has_launcher: False for a world of one rank that only RANK and WORLD_SIZE show. Pods and
+            notebooks have these variables too.
     """
 
     name: str
@@ -120,6 +120,7 @@ def find_world(environ: Mapping[str, str] = os.environ) -> World | None:
 
 def _read_world(table: _LauncherVariables, environ: Mapping[str, str]) -> World:
     rank, world_size = int(environ[table.global_rank]), int(environ[table.world_size])
+    # A launcher may leave its variables out: the ranks then count as on one node
     known_node = None if table.node is None else _number(environ, table.node, 0)
     per_node: int | None = 1
     if world_size > 1:

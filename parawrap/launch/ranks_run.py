@@ -30,7 +30,7 @@ from parawrap.launch.attempts import PoolRun
 from parawrap.launch.machines import Machines
 from parawrap.launch.run import How, Run, RunOutput, running
 from parawrap.processes.calls import Call
-from parawrap.processes.held_signals import HeldSignals
+from parawrap.processes.held_signals import HeldSignals, do_nothing
 from parawrap.processes.latch import Latch
 from parawrap.processes.outcomes import Ending, values_of
 from parawrap.processes.pool import Pool
@@ -160,7 +160,7 @@ class RanksRun(PoolRun):
     def submit(self, request: RanksCall) -> None:
         """Make a call after those before it."""
         # Ctrl-C waits: the ranks get the call, and later calls need not bring its globals again
-        held = HeldSignals(_do_nothing)
+        held = HeldSignals(do_nothing)
         self._queue.append(request)
         self._note_sent(request)
         held.end()
@@ -333,7 +333,7 @@ class RanksRun(PoolRun):
 
     def _wake(self) -> None:
         if (pool := self._pool) is not None:
-            pool.post(_do_nothing)
+            pool.post(do_nothing)
 
     # -- the thread
 
@@ -486,10 +486,6 @@ def end_lost_ranks() -> None:
 
 def _raise(error: BaseException) -> NoReturn:
     raise error
-
-
-def _do_nothing() -> None:
-    """Stand for the wake-up of a thread that does not wait."""
 
 
 def _stay() -> None:

@@ -29,7 +29,7 @@ from parawrap.launch._job import Job
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch._rank_results import RankResults
 from parawrap.processes.fork_server import stop_server
-from parawrap.processes.held_signals import HeldSignals
+from parawrap.processes.held_signals import HeldSignals, do_nothing
 from parawrap.processes.latch import Latch
 from parawrap.processes.outcomes import Ending, describe_lines
 from parawrap.processes.output import Printer, Transcript
@@ -182,7 +182,7 @@ class Run:
         self._thread = threading.Thread(target=self._run, name=self.thread_name, daemon=True)
         # Ctrl-C waits until the thread runs. So a run is either in the registry with its thread,
         # or it does not exist. Its thread is the only one that ends it
-        held = HeldSignals(_do_nothing)
+        held = HeldSignals(do_nothing)
         try:
             if _is_exiting:
                 msg = f"{self.job.name} was launched while the interpreter exits, which ends ranks"
@@ -321,10 +321,6 @@ def _end_with_interpreter() -> None:
         cancel_runs(running())
     finally:  # also after Ctrl-C: the server kills ranks that do not end
         stop_server()
-
-
-def _do_nothing() -> None:
-    """Stand for the wake-up of a thread that does not wait."""
 
 
 atexit.register(_end_with_interpreter)

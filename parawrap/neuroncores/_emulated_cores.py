@@ -91,6 +91,7 @@ class _EmulatedProgram(torch.nn.Module):
                 has_shape = has_rows_of_first and tensor.size()[1:] == spec.size()[1:]
             fits = has_shape and tensor.dtype == spec.dtype and tensor.is_cpu
             if not fits:
+                # TorchScript raises one class for all: `_OnCores` makes a ShapeError of this text
                 msg = (
                     f"ShapeError: input {i} is {tensor.size()}, but the model is compiled for "
                     f"{spec.size()}, as a CPU tensor of {self.dtypes[i]}. Convert it, or trace "
@@ -113,8 +114,8 @@ class _Flat(torch.nn.Module):
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
         args, kwargs = unflatten(self._takes, tensors)
-        # Clones are part of the graph: each inference starts from the buffers of now. A list, as
-        # `setattr` changes what `named_buffers` iterates
+        # Clones are part of the graph: each inference starts from the buffers as they were at the
+        # trace. A list, as `setattr` changes what `named_buffers` iterates
         for module in self.modules():
             for name, buffer in [*module.named_buffers(recurse=False)]:
                 setattr(module, name, buffer.clone())
@@ -147,7 +148,10 @@ class _Compiled(torch.nn.Module):
 def _compile(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.jit.ScriptModule:
-    """Return a ScriptModule that only takes tensors of the examples' shapes and dtypes."""
+    """Return a ScriptModule that only takes tensors of the examples' shapes and dtypes.
+
+    Either `args` or `kwargs` is empty, and `kwargs` keeps its order (`read_examples`).
+    """
     inputs, takes = flatten((args, kwargs))
     _refuse_others(inputs, "the example has")
     flat = _Flat(copy_for_trial(model), takes)

@@ -18,6 +18,10 @@ _HELD = (
 _held: list[HeldSignals] = []
 
 
+def do_nothing() -> None:
+    """Stand for the wake-up of a thread that does not wait."""
+
+
 class HeldSignals:
     """Holds back the handlers of the main thread, which may raise between any two of its steps.
 

@@ -479,18 +479,21 @@ class Pool:
         now = time.monotonic()
         self._timers.pop(self._interrupt, None)  # which waited for the original failure
         self._timers[self._break_connections] = now + _BREAK_S
-        # Then too: the answers show which ranks have caught the interrupt
+        # A look acts on the answers to the look before. So that this one requests answers after the
+        # interrupt, it comes no earlier
         self._timers[self._look] = now + _BREAK_S
         if by_user:  # after a failure, `_look` decides: C code may take its time
+            # At least: time to stop before connections are closed, and as much after it
             self._timers[self._lose] = now + max(self._grace_s, 2 * _BREAK_S)
-        # After a failure, the others may go on: what the call brings is still valid
+        # After a failure, ranks that only load what the call brings go on: later calls need it
         for member in self._busy() if by_user else self._running():
             self._members.tell(member, "interrupt", call.number)
 
     def _agree_on_checkpoint(self, rank: int) -> None:
         """Note that this rank has answered or ended.
 
-        Once all have, send them the call that returns True.
+        Once all have, tell them from which call of `should_checkpoint` on it returns True: the
+        highest count of calls that a rank has made.
         """
         is_last = self._unanswered == {rank}
         if is_last:
@@ -532,7 +535,8 @@ class Pool:
         self._timers[self._end_without_stacks] = time.monotonic() + _STACKS_S
 
     def _end_without_stacks(self) -> None:
-        # Not `end` itself, which has a timer after a preemption
+        # Not `end` itself, for which `preempt` sets a timer: `on_message` sees from the timer of
+        # this function that the end waits for stacks
         self.end()
 
     # -- looks at ranks

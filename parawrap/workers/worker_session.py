@@ -40,7 +40,7 @@ from parawrap.engine.survey import Survey
 from parawrap.engine.trace import Recorder, Trace, record_call
 from parawrap.errors import ReplicaError, SessionError, ShardError
 from parawrap.launch import Platform
-from parawrap.processes.held_signals import HeldSignals
+from parawrap.processes.held_signals import HeldSignals, do_nothing
 from parawrap.processes.packing import Packer
 from parawrap.processes.pickling import pack
 from parawrap.tree import WholeLeaf, flatten
@@ -53,6 +53,8 @@ from parawrap.workers.worker import GRADIENTS, Form, pack_modes
 from parawrap.workers.worker_lanes import Request, WorkerCall, WorkerLanes
 
 _CPU = torch.device("cpu")
+# The sizes of a call that was not cut. Its one output is compared with no row count
+_ONE_SHARD = (1,)
 # Between two looks for answers while the caller works: a look is a system call for all workers. A
 # guess that no test has contradicted
 _LOOK_NS = 200_000
@@ -250,24 +252,27 @@ class WorkerSession:
         if isinstance(self.target, Build) and self._is_ready():
             return self._send(entry, args, kwargs, self._form(entry.method, prepare)).result()
         record = None
+        rows = lane = None  # the call is no lane's: its span is on the caller's track
         if self.recorder.traces and here.lane is None:  # a lane's own span has it already
-            record = partial(self.recorder.record, entry.method, entry.batch, None)
+            record = partial(self.recorder.record, entry.method, entry.batch, rows)
         if prepare is not None:
             args, kwargs = as_call(prepare(*args))
-        # A call within a lane must not wait for a caller that may wait for this lane
+        # A call within a lane must not wait for a caller that may wait for this lane. After
+        # `close`, calls are the target's own, and need no order
         needs_no_lock = self._is_closed or here.lane is not None
         with nullcontext() if needs_no_lock else self._plain_lock:
             if self._is_ready():
                 self.refuse_gradients(args, kwargs)  # as in a worker
+            # Calls of the block that the target itself makes are part of this one
             before, here.lane = here.lane, self.lanes.all[0]
             try:
-                output = record_call(record, None, entry.plain, *args, **kwargs)
+                output = record_call(record, lane, entry.plain, *args, **kwargs)
             finally:
                 here.lane = before
         with self._counting:
             self._calls += 1
             self._plain_calls += 1
-        return output if self.rules.keep_single else join([output], (1,), self.rules)
+        return output if self.rules.keep_single else join([output], _ONE_SHARD, self.rules)
 
     def add_whole(self, request: Request, call: WorkerCall, entry: Entry) -> None:
         """Put a whole call into a message.
@@ -289,9 +294,9 @@ class WorkerSession:
 
     def finish(self, output: Any, call: WorkerCall) -> Any:
         """Return the caller's output of a whole call, and count the call."""
-        device = self._output_device(())
+        device = self._output_device(())  # arguments of a whole call do not count, as in threads
         if device is not None or not self.rules.keep_single:
-            output = join([output], (1,), self.rules, device)
+            output = join([output], _ONE_SHARD, self.rules, device)
         self._count([call])
         return output
 
@@ -302,7 +307,7 @@ class WorkerSession:
         request, call = Request(form), SubmittedCall(args, kwargs, self.finish, self.lanes)
         self.add_whole(request, call, entry)
         # The lock of a future is code of Python: Ctrl-C after it was taken would keep it
-        held = HeldSignals(lambda: None)
+        held = HeldSignals(wake=do_nothing)
         try:
             self.lanes.post(request)
             self.lanes.receive_for_futures()
@@ -339,7 +344,8 @@ class WorkerSession:
         atexit.unregister(self._end)
         is_first = self._end.detach() is not None
         if is_first and self.lanes.are_here:
-            # A callback runs in the thread that receives, and cannot wait for it
+            # A callback has a lane too (`WorkerLanes._end_requests`). It runs in the thread that
+            # receives, and cannot wait for it
             if here.lane not in self.lanes.all:
                 self.lanes.wait(self.lanes.is_idle)
             self.lanes.end()

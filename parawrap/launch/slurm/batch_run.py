@@ -381,9 +381,10 @@ class BatchRun(Run):
         if state.name == "NODE_FAIL":
             return self._outcome_of_lost_node()
         self._raise_for(state)
-        outcomes |= self._start.deaths()
-        if state.name == "COMPLETED" and self._has_begun:
+        outcomes |= self._start.deaths()  # of ranks without a report, or one of a SIGTERM alone
+        if state.name == "COMPLETED" and self._has_begun:  # else no rank may have started
             for rank in range(size):  # srun does not name tasks that exit with 0
+                # The time and the process are unknown, so all failures with a time come before
                 outcomes.setdefault(rank, Died(at=math.inf, pid=0, code=0))
         if first_failure(outcomes) is None:
             raise self._error_of_end(state)
@@ -396,13 +397,13 @@ class BatchRun(Run):
             LaunchError: If no node is known to be lost. No rank is blamed then.
         """
         start, number, name = self._start, self.number, self.job.name
-        node = start.lost_node()
+        node = start.number_of_lost_node()
         if node is not None:
             # `at` does not matter for the only outcome
             died = Died(at=0.0, pid=0, code=None, lost_with=f"its node, in Slurm job {number}")
             return {node * self._platform.ranks_per_node: died}
         state = commands.job_state(number)
-        if state.name == "NODE_FAIL" or start.says_lost_node():
+        if state.name == "NODE_FAIL" or start.log_names_lost_node():  # its number is unknown
             hosts = ", ".join(start.hosts) or "its nodes"
             msg = (
                 f"Slurm job {number}, which ran {name}, has lost a node, and Slurm does not say "

@@ -124,20 +124,20 @@ class JobStart:
             places[rank] = f"node {node}, {hosts[node]}"
         return places
 
-    def says_lost_node(self) -> bool:
+    def log_names_lost_node(self) -> bool:
         """True if srun or slurmstepd says that the job has lost a node."""
         return _LOST_A_NODE.search(self._log_of_start()) is not None
 
     def has_lost_node(self) -> bool:
         """True if a node is lost, also if its number is unknown."""
-        return self.says_lost_node() or self.lost_node() is not None
+        return self.log_names_lost_node() or self.number_of_lost_node() is not None
 
-    def lost_node(self) -> int | None:
+    def number_of_lost_node(self) -> int | None:
         """Return the number of the first node that is known to be lost.
 
         A restart alone shows no lost node: an operator or a plugin may have requeued the job.
         """
-        if self._platform.n_nodes == 1 and self.says_lost_node():
+        if self._platform.n_nodes == 1 and self.log_names_lost_node():
             return 0
         named: set[str] = set()
         for nodes in _LOST_NODES.findall(self._log_of_start()):
