@@ -97,7 +97,7 @@ inheritance.py      | the rank and its variables: found by its    | launch/test_
 inline.py           | `inline`: run the function in this process, | launch/test_inline.py
                     | for a debugger                              |
 launch.py           | `Launch`: the handle of a launch            | launch/test_launch.py
-machines.py         | this machine as the place of ranks; chooses | processes/test_process_groups.py
+machines.py         | this machine as the place of ranks; chooses | processes/test_torch_groups.py
                     | the store where they meet                   |
 preview.py          | `dry_run`: a launch as a text               | launch/test_local.py
                     |                                             | launch/test_shares.py

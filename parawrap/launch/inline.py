@@ -22,7 +22,7 @@ from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed
 from parawrap.launch.inheritance import restored_variables
 from parawrap.processes.preemption import Preemption, RequeueRequested, at_signal
-from parawrap.processes.process_groups import leave_groups
+from parawrap.processes.torch_groups import leave_groups
 
 
 def run_inline(job: Job) -> RankResults[Any]:

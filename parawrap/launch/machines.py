@@ -9,14 +9,14 @@ from typing import NamedTuple
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.processes.fork_server import fork_server
 from parawrap.processes.members import RankStarter
-from parawrap.processes.process_groups import (
+from parawrap.processes.settings import Settings
+from parawrap.processes.torch_groups import (
     LOOPBACK,
     StoreAddress,
     free_port,
     open_file_store,
     open_tcp_store,
 )
-from parawrap.processes.settings import Settings
 
 
 class Hosts(NamedTuple):

@@ -10,7 +10,7 @@ from parawrap.launch._job import Job
 from parawrap.launch._launcher import launcher_name
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch.machines import uses_port
-from parawrap.processes.process_groups import LOOPBACK
+from parawrap.processes.torch_groups import LOOPBACK
 
 
 class _Plan(NamedTuple):

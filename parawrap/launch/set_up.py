@@ -31,7 +31,7 @@ from parawrap.launch._world import RankPlace
 from parawrap.launch.inheritance import show_variables
 from parawrap.launch.shares import CoreShare
 from parawrap.processes.preemption import Preemption
-from parawrap.processes.process_groups import (
+from parawrap.processes.torch_groups import (
     INTERFACE_VARIABLES,
     LOOPBACK,
     LOOPBACK_INTERFACES,

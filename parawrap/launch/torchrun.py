@@ -44,7 +44,7 @@ from parawrap.launch.set_up import groups_of, set_up
 from parawrap.processes.outcomes import error_of, is_echo, outcome_of
 from parawrap.processes.pickling import pack, unpack
 from parawrap.processes.preemption import RequeueRequested, at_signal
-from parawrap.processes.process_groups import (
+from parawrap.processes.torch_groups import (
     INTERFACE_VARIABLES,
     LINGER_S,
     NO_LIMIT,

@@ -91,8 +91,6 @@ pool.py           | calls of ranks: send, supervise, time       | launch/test_en
                   |                                             | launch/test_hangs.py
 preemption.py     | `should_checkpoint`, `requeue`: ranks agree | processes/test_preemption.py
                   | on the step to save in                      |
-process_groups.py | the store where ranks meet, their groups,   | processes/test_process_groups.py
-                  | ends of collectives                         | launch/test_failed_calls.py
 rank_process.py   | the process of a rank: main thread, control | processes/test_rank_process.py
                   | thread, exit                                |
 refusals.py       | values that lose their meaning in another   | processes/test_unpicklable.py
@@ -102,6 +100,8 @@ settings.py       | environment, folder, import path, and       | processes/test
                   | settings of torch for ranks                 | launch/test_ranks.py
 shared_memory.py  | memory that processes share: files without  | processes/test_wire.py
                   | a path, slabs                               | processes/test_rank_process.py
+torch_groups.py   | the store where ranks meet, their groups,   | processes/test_torch_groups.py
+                  | ends of collectives                         | launch/test_failed_calls.py
 wire.py           | messages over one end of a socket, with     | processes/test_wire.py
                   | limits on files and memory                  | processes/test_supervision.py
 """

@@ -48,8 +48,8 @@ from parawrap._private_names import (
 from parawrap.errors import LaunchError
 from parawrap.processes.forks import close_in_forked_children, handover
 from parawrap.processes.outcomes import exit_text
-from parawrap.processes.process_groups import store_folders
 from parawrap.processes.rank_process import leave, run_rank
+from parawrap.processes.torch_groups import store_folders
 
 STATUS = struct.Struct("<ci")
 # Words of a status pipe

@@ -32,7 +32,7 @@ from parawrap.errors import (
 )
 from parawrap.processes.packing import restore
 from parawrap.processes.pickling import Packed, ValuePickler, pack, unpack
-from parawrap.processes.process_groups import has_had_groups
+from parawrap.processes.torch_groups import has_had_groups
 
 _MOST_NAMED = 8  # ranks in a message: more would not fit a line
 # Causes and contexts: a chain may be a circle. A guess that no test has contradicted

@@ -50,8 +50,8 @@ from parawrap.processes.outcomes import (
     first_failure,
 )
 from parawrap.processes.output import Transcript
-from parawrap.processes.process_groups import LINGER_S
 from parawrap.processes.rank_process import SET_UP, Answer, Assignment, CallHead
+from parawrap.processes.torch_groups import LINGER_S
 from parawrap.processes.wire import LOST, Letter, Message, Wire
 
 STILL_S = 60.0

@@ -45,9 +45,9 @@ from parawrap.processes.outcomes import (
 )
 from parawrap.processes.packing import Packer
 from parawrap.processes.preemption import Preemption, RequeueRequested
-from parawrap.processes.process_groups import break_links, count_operations
 from parawrap.processes.script_globals import ScriptOfRank
 from parawrap.processes.settings import ChangedSettings, Settings
+from parawrap.processes.torch_groups import break_links, count_operations
 from parawrap.processes.wire import Message, Wire
 
 SET_UP = 0

@@ -18,7 +18,7 @@ import torch
 
 from parawrap import RankResults, current_rank, wrapper
 from parawrap.errors import LaunchError, PlatformError, UnsendableError
-from parawrap.processes.process_groups import free_port
+from parawrap.processes.torch_groups import free_port
 from tests.helpers.processes import ranks, run_script
 from tests.helpers.scripts import read_script
 from tests.helpers.waiting import eventually

@@ -32,7 +32,7 @@ from parawrap import (
 )
 from parawrap.errors import PlatformError, RankDiedError
 from parawrap.launch._world import find_world
-from parawrap.processes.process_groups import free_port
+from parawrap.processes.torch_groups import free_port
 from tests.helpers import worlds
 from tests.helpers.processes import notes_of
 

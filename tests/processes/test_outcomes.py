@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
-from parawrap.processes import process_groups
+from parawrap.processes import torch_groups
 from parawrap.processes.outcomes import (
     Died,
     Ended,
@@ -135,7 +135,7 @@ def test_lost_connection_is_echo(error, monkeypatch):
     """A lost connection is an echo, and so is an error that it causes. An error of the user with
     similar words is not one.
     """
-    monkeypatch.setattr(process_groups, "_has_joined", True)
+    monkeypatch.setattr(torch_groups, "_has_joined", True)
     raised_by_c(error)
     wrapping = RuntimeError("training failed in step 5")
     wrapping.__cause__ = error
@@ -166,7 +166,7 @@ def raised_by_c(error):
 
 def test_errors_that_mention_connections(monkeypatch):
     """Code of the user raises it, in a rank with process groups: it is the failure itself."""
-    monkeypatch.setattr(process_groups, "_has_joined", True)
+    monkeypatch.setattr(torch_groups, "_has_joined", True)
 
     def request():
         raise RuntimeError("request failed: connection reset by peer")

@@ -26,8 +26,8 @@ from parawrap.launch.machines import Hosts, Machines
 from parawrap.launch.ray._node_actor import CONNECTIONS
 from parawrap.launch.ray.reservation import Reservation
 from parawrap.processes.fork_server import Connections
-from parawrap.processes.process_groups import LOOPBACK, open_tcp_store
 from parawrap.processes.settings import Settings
+from parawrap.processes.torch_groups import LOOPBACK, open_tcp_store
 
 _TOKEN_BYTES = 32  # 256 bits cannot be guessed
 _HELLO_BYTES = _TOKEN_BYTES + 5  # the token, the rank, and the kind of connection

@@ -31,7 +31,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from parawrap.errors import LaunchError
-from parawrap.processes.process_groups import StoreAddress
+from parawrap.processes.torch_groups import StoreAddress
 
 _ROOT = "PARAWRAP_LAUNCH_DIR"
 _SUBMITIT = "submitit"

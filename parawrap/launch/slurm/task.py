@@ -39,14 +39,6 @@ from parawrap.launch.slurm.launch_folder import Folder
 from parawrap.processes.outcomes import Ended, Outcome, Raised, Requeued, Returned, outcome_of
 from parawrap.processes.pickling import pack
 from parawrap.processes.preemption import RequeueRequested
-from parawrap.processes.process_groups import (
-    LINGER_S,
-    LOOPBACK,
-    NO_LIMIT,
-    StoreAddress,
-    break_links,
-    open_tcp_store,
-)
 from parawrap.processes.rank_process import (
     EndOrdered,
     finish_function,
@@ -57,6 +49,14 @@ from parawrap.processes.rank_process import (
 )
 from parawrap.processes.script_globals import ScriptOfRank
 from parawrap.processes.settings import Settings
+from parawrap.processes.torch_groups import (
+    LINGER_S,
+    LOOPBACK,
+    NO_LIMIT,
+    StoreAddress,
+    break_links,
+    open_tcp_store,
+)
 
 _ARRIVAL_S = 300.0  # importing torch from a busy network file system takes minutes
 _POLL_S = 0.05  # of ranks that wait for the address of rank 0 in the launch folder
