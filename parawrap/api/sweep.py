@@ -131,6 +131,7 @@ def _launch_each(
     if not jobs:
         return
     platform = jobs[0].platform
+    runs_here = launcher_name(platform) == "env"  # in a process that torchrun has started
     # Functions that wait for one launch each. They leave the deque before they are called: results
     # belong to the caller once they are yielded, and nothing here keeps them
     waits: deque[Callable[[], RankResults[Any]]]
@@ -153,7 +154,7 @@ def _launch_each(
         cancel = queue.cancel
     try:
         while waits:
-            yield _outcome(waits.popleft())
+            yield _outcome(waits.popleft(), runs_here=runs_here)
     except KeyboardInterrupt:
         if queue is not None:  # `run_job` reports itself, and an array is on other machines
             queue.report()
@@ -210,10 +211,13 @@ def _describe(share: Share) -> str:
     return f"{', '.join(devices)}; {threads}"
 
 
-def _outcome(wait: Callable[[], RankResults[Any]]) -> RankResults[Any] | Exception:
+def _outcome(
+    wait: Callable[[], RankResults[Any]], *, runs_here: bool
+) -> RankResults[Any] | Exception:
     """Return the results, or the exception without frames of parawrap.
 
-    Its notes show where it was raised in the rank.
+    Its notes show where it was raised in the rank. If the function `runs_here`, Ctrl-C in it is one
+    of this process.
     """
     try:
         return wait()
@@ -222,7 +226,7 @@ def _outcome(wait: Callable[[], RankResults[Any]]) -> RankResults[Any] | Excepti
     except BaseException as error:
         # Only exceptions of ranks have notes. Ctrl-C in this process ends the sweep
         notes = getattr(error, "__notes__", ())
-        if not notes:
+        if runs_here or not notes:
             raise
         return _as_exception(error, notes)
 

@@ -64,6 +64,24 @@ def test_interrupts_of_ranks_end_one_launch(max_parallel):
     assert failed.__notes__[0].startswith("raised in rank 0 of 1")
 
 
+def test_ctrl_c_in_a_sweep_under_torchrun(monkeypatch):
+    """There, the rank is this process: its Ctrl-C ends the sweep."""
+    ranks_of_one = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in (ranks_of_one | address | {"TORCHELASTIC_RUN_ID": "one"}).items():
+        monkeypatch.setenv(name, str(value))
+    begun = []
+
+    @train(launcher="env")
+    def interrupted(x):
+        begun.append(x)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(interrupted.map([1, 2]))
+    assert begun == [1]
+
+
 def test_tracebacks_show_user_lines():
     """The notes of an exception have its traceback in the rank."""
 
