@@ -283,9 +283,13 @@ class ShardPlan:
         """
         if not (self.containers or self.objects or self.unknown):
             return None
-        whole: Sequence[int] = ()
+        whole: list[int] = []
         if len(self.sizes) > 1:  # a single lane may write what it has whole
-            whole = [index for index in self.objects if self.dims[index] is None]
+            for index in self.objects:
+                # An empty cache gets the rows of each lane, whatever its dim
+                is_empty = _is_empty(flat.leaves[index].value)
+                if self.dims[index] is None and not is_empty:
+                    whole.append(index)
         return Borrowed(given, self.containers, flat.leaves, loans, whole, self._name)
 
     def write_back(self, flat: FlatCall, columns: Columns, loans: Sequence[Loan]) -> None:
@@ -387,6 +391,12 @@ class ShardPlan:
 
     def _name(self, index: int) -> str:
         return address_in_call(self.spec.paths()[index])
+
+
+def _is_empty(value: Any) -> bool:
+    """True for an object such as a cache before its first call, which forward fills."""
+    rules = splitter_of(value)
+    return rules.may_be_empty and rules.rows(value) == 0
 
 
 class _Written(NamedTuple):

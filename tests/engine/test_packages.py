@@ -157,7 +157,8 @@ def test_caches_of_caches():
 def test_calls_with_a_cache():
     """The caller's cache is returned.
 
-    An error names a cache that the lanes filled differently, or returned.
+    An error names a cache that the lanes filled differently, or returned. An empty cache is filled
+    also if it is declared as whole, as no lane has rows of another one.
     """
     import transformers as t
 
@@ -178,6 +179,10 @@ def test_calls_with_a_cache():
             assert cache.layers[0].keys.shape == (7, 1, length, 4)
         with pytest.raises(GatherError, match=r"args\[1\] was changed differently"):
             p(x, cache, differ=True)
+    cache = t.DynamicCache()
+    with parallel(fills, ["cpu"] * 2, in_dims={"cache": None}) as p:
+        assert p(x, cache, differ=False)[1] is cache
+        assert cache.layers[0].keys.shape == (7, 1, 2, 4)
     with (
         parallel(makes, ["cpu"] * 2) as p,
         pytest.raises(
