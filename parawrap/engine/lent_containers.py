@@ -305,17 +305,18 @@ def enter_entries(container: Any, after: EntriesAfter) -> None:
 
 def _enter_items(container: Any, after: EntriesAfter) -> None:
     """Give a list or a deque of the caller the items that it has after the call."""
-    own = [*container]
     sources = [*after.items.values()]
-    values = [_value_of(source, own) for source in sources]
     first, rest = sources[: after.length], sources[after.length :]
     has_length = len(first) == after.length
     keeps_all = has_length and all(map(_stays, first, range(after.length)))
-    has_only_appended = keeps_all and all(isinstance(source, New) for source in rest)
+    added = [source.value for source in rest if isinstance(source, New)]
+    has_only_appended = keeps_all and len(added) == len(rest)
     if has_only_appended:
-        # One step, so items that another call appends meanwhile stay
-        container.extend(values[after.length :])
+        # One step, which reads no item: those that other calls append or remove meanwhile count
+        container.extend(added)
         return
+    own = [*container]
+    values = [_value_of(source, own) for source in sources]
     container.clear()
     container.extend(values)
 

@@ -459,3 +459,18 @@ def test_arguments_of_streams():
         assert_same([*p.map((batch,) for batch in batches[:3])], outputs[:3])
         assert_same([p.submit(batch).result() for batch in batches[3:]], outputs[3:])
     assert_same(batches, expected)
+
+
+def test_a_list_that_is_emptied_during_the_call():
+    """Items that lanes append arrive also if another thread takes the old ones meanwhile."""
+    log = ["old"]
+
+    def note(x, entries):
+        entries.append(x + 1)
+        log.clear()  # the caller's own list
+        return x
+
+    with torch.no_grad(), parallel(note, TWO, out_dims=0) as p:
+        p(ROWS, log)
+    (noted,) = log
+    assert_same(noted, ROWS + 1)
