@@ -214,10 +214,8 @@ def _number_groups_again() -> None:
 def stay_on_loopback() -> None:
     """Restrict gloo and NCCL to the loopback interface, unless the user set their variables."""
     interfaces = [name for _, name in socket.if_nameindex()]
-    loopback = LOOPBACK_INTERFACES[0]
-    for name in LOOPBACK_INTERFACES:
-        if name in interfaces:
-            loopback = name
+    found = [name for name in LOOPBACK_INTERFACES if name in interfaces]
+    loopback = found[0] if found else LOOPBACK_INTERFACES[0]
     for name in INTERFACE_VARIABLES:
         os.environ.setdefault(name, loopback)
 

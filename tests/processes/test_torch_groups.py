@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, current_rank, wrapper
+from parawrap.processes.torch_groups import INTERFACE_VARIABLES, stay_on_loopback
 from tests.helpers.processes import failure_of, pids_in, ranks, warm_processes
 from tests.helpers.ranks import all_sum
 from tests.helpers.waiting import PATIENCE_S, eventually
@@ -100,3 +101,16 @@ def test_ipc_timeout_min_limits_a_wait(groups):
 
     error = failure_of(reduces, platform=ranks(ipc_groups=groups, ipc_timeout_min=0.01))
     assert "600ms" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"), [(["lo0", "lo"], "lo"), (["lo0", "en0"], "lo0"), (["eth0"], "lo")]
+)
+def test_the_loopback_interface(monkeypatch, names, expected):
+    """Linux may have an interface lo0 besides lo, and macOS has lo0 alone."""
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [*enumerate(names, 1)])
+    for variable in INTERFACE_VARIABLES:
+        monkeypatch.setenv(variable, "")  # so that it is restored
+        monkeypatch.delenv(variable)
+    stay_on_loopback()
+    assert {os.environ[variable] for variable in INTERFACE_VARIABLES} == {expected}
