@@ -75,9 +75,10 @@ def check_rowwise(
         msg = f"model is a {kind}, not a torch.nn.Module. Call the function in forward of a module"
         raise TypeError(msg)
     method, *_ = options.get("methods", ("forward",))
+    plain = copy.deepcopy(model)  # before the state is read: a copy may draw numbers too
     random_state = torch.get_rng_state()
     try:
-        expected = _run_call(copy.deepcopy(model), method, batch, loss)
+        expected = _run_call(plain, method, batch, loss)
     except Exception as error:
         note_if_list(error, batch)
         raise

@@ -169,6 +169,7 @@ def _attrs(obj: object) -> dict[str, Any]:
     """Return the attributes in the __dict__ and in the __slots__ of an object."""
     state: Any = object.__getstate__(obj)
     if not isinstance(state, tuple):  # the __dict__ alone, or None without attributes
-        return state or {}
+        # A copy: a method of an attribute that is moved may set others
+        return dict(state or {})
     in_dict, in_slots = state
     return {**(in_dict or {}), **in_slots}

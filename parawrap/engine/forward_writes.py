@@ -235,7 +235,8 @@ def _is_computed(place: Place, key: Any) -> bool:
         return False
     if isinstance(module, torch.nn.RNNBase) and str(key).startswith("_flat_weight"):
         return True
-    for hook in vars(module).get(PRE_HOOKS, {}).values():
+    # A list, made in one step: another thread may register a hook
+    for hook in [*dict.values(vars(module).get(PRE_HOOKS, {}))]:
         name = None
         if isinstance(hook, (WeightNorm, SpectralNorm)):
             name = hook.name

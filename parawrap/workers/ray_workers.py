@@ -219,7 +219,8 @@ class RayWorker:
 
     def receive(self) -> list[ReceivedAnswers] | None:
         """Wait for the next answers, and return them with their block; None if the actor ended."""
-        if not self._ray.is_initialized():  # otherwise the look would start Ray again
+        # Without Ray, the look would start it again, and an idle worker is read only then
+        if not (self._sent and self._ray.is_initialized()):
             return None
         try:
             parcel = self._ray.get(self._sent.popleft())

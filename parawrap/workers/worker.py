@@ -23,7 +23,7 @@ from parawrap.engine.lent_containers import paths_of_containers
 from parawrap.engine.output_handover import hand_over
 from parawrap.engine.replicas import Replicas
 from parawrap.engine.streams import as_call
-from parawrap.engine.survey import Survey, home_of_survey
+from parawrap.engine.survey import Survey, home_of_survey, home_of_target
 from parawrap.errors import SessionError
 from parawrap.launch import seed_all
 from parawrap.processes.outcomes import pack_exception, traceback_of
@@ -164,7 +164,9 @@ class ModelServer:
                 self._packed_model = None  # after an error it stays, and later calls fail too
             home = self._replicas.state.home
             if self._is_changed:  # the first call makes the replica of a new model, in its modes
-                home = home_of_survey(Survey(self._replicas.target))
+                home = home_of_target(self._replicas.target)
+                if home is None:  # no module, or one without tensors
+                    home = home_of_survey(Survey(self._replicas.target))
             modes, of_process = _unpack_modes(form.modes)
             for mode, value in zip(_PROCESS_MODES, of_process, strict=True):
                 # The first write of the deterministic mode takes a second
