@@ -40,7 +40,7 @@ class SentBack:
         self.number = number
 
 
-class Changes(NamedTuple):
+class ArgumentChanges(NamedTuple):
     """Changes of copies of arguments by forward: one entry each, in order; None for no change.
 
     Attributes:
@@ -52,7 +52,7 @@ class Changes(NamedTuple):
     objects: Sequence[Any]
 
 
-def read_changes(loan: Loan) -> Changes | None:
+def read_changes(loan: Loan) -> ArgumentChanges | None:
     """Return what forward did to the copies of a loan, for `Given.replay`; None for nothing."""
     if loan.is_unchanged():
         return None
@@ -71,7 +71,7 @@ def read_changes(loan: Loan) -> Changes | None:
     for index, held in loan.objects.items():
         part = loan.leaves[index]
         objects.append(None if are_same_objects(contents_of(part), held) else part)
-    return Changes(containers, objects)
+    return ArgumentChanges(containers, objects)
 
 
 def mark_arguments(output: Any, loan: Loan) -> Any:
@@ -104,7 +104,7 @@ class Given:
         self.objects = [leaf.value for leaf in self.leaves if isinstance(leaf, WholeLeaf)]
         self.containers = [follow_path(call, path) for path in paths_of_containers(spec)]
 
-    def replay(self, changes: Changes) -> None:
+    def replay(self, changes: ArgumentChanges) -> None:
         """Do to the arguments what forward did to copies of them.
 
         Raises:

@@ -116,7 +116,7 @@ class Held(NamedTuple):
     classes: list[type]
 
 
-class Changes(NamedTuple):
+class ModelChanges(NamedTuple):
     """The changes of a model.
 
     Attributes:
@@ -129,7 +129,7 @@ class Changes(NamedTuple):
     mark: Held | None
 
 
-NO_CHANGES = Changes((), None)
+NO_CHANGES = ModelChanges((), None)
 
 
 class Container:
@@ -339,15 +339,15 @@ class Snapshot:
 
     # What changed?
 
-    def read_changes(self) -> Changes:
+    def read_changes(self) -> ModelChanges:
         """Return the entries that differ from those that must be held, for `accept`."""
         try:
             mark = self._read_held()
         except (KeyError, RuntimeError):  # as in `is_same`: such changes cannot be accepted
             mark = None
-        return Changes(self.list_changes(), mark)
+        return ModelChanges(self.list_changes(), mark)
 
-    def accept(self, changes: Changes) -> None:
+    def accept(self, changes: ModelChanges) -> None:
         """Accept changes of entries of dicts."""
         assert changes.mark is not None, "the containers could not be read"
         for place, key, _, now in changes.entries:

@@ -49,8 +49,8 @@ from parawrap.engine.model_state import (
     NEVER_CURRENT,
     NO_CHANGES,
     Asked,
-    Changes,
     Doubts,
+    ModelChanges,
     ModelState,
     Snapshot,
     read_versions,
@@ -190,7 +190,7 @@ class Replicas:
         """Return the state before the first refresh, which is not that of any model."""
         return ModelState(_NOTHING, _NO_SNAPSHOT, self.doubts, NEVER_CURRENT, generation=generation)
 
-    def _next_generation(self, before: ModelState[Replica], changes: Changes) -> int:
+    def _next_generation(self, before: ModelState[Replica], changes: ModelChanges) -> int:
         """Return the next number if the model has changed since, else that of before.
 
         A model that may write buffers unseen is made again for each call. That alone is not a
@@ -312,7 +312,7 @@ class Replicas:
         return self._copy_parameters(devices, at_home)
 
     def _update(
-        self, before: ModelState[Replica], asked: Asked, changes: Changes
+        self, before: ModelState[Replica], asked: Asked, changes: ModelChanges
     ) -> ModelState[Replica]:
         """Give the replicas what changed, and return the new state.
 
@@ -343,7 +343,7 @@ class Replicas:
             edition, before.snapshot, asked, before.replicas, away, versions, generation
         )
 
-    def _apply(self, before: ModelState[Replica], changes: Changes) -> None:
+    def _apply(self, before: ModelState[Replica], changes: ModelChanges) -> None:
         """Set changed numbers, flags, and texts in the replicas."""
         before.snapshot.accept(changes)
         for replica in before.replicas:
@@ -391,7 +391,7 @@ class Replicas:
             generation=generation,
         )
 
-    def _find_changes(self, before: ModelState[Replica]) -> Changes | None:
+    def _find_changes(self, before: ModelState[Replica]) -> ModelChanges | None:
         """Return the changes that replicas can follow; None if they must be made again.
 
         They follow changes of numbers, flags, and texts, which need no new copies.
@@ -630,7 +630,7 @@ class Replicas:
                 raise parameter_error(state.survey, tensor)
 
 
-def _changes_training(changes: Changes) -> bool:
+def _changes_training(changes: ModelChanges) -> bool:
     """True if a training flag is among the changes."""
     return any(change.key == "training" for change in changes.entries)
 

@@ -10,7 +10,7 @@ import torch
 
 from parawrap._private_names import version_of
 from parawrap.engine.flat_call import is_plain_value
-from parawrap.engine.given import Changes, Given
+from parawrap.engine.given import ArgumentChanges, Given
 from parawrap.errors import SessionError
 from parawrap.processes.pickling import IdentityPickler
 from parawrap.tree import WholeLeaf
@@ -38,7 +38,7 @@ class Written(NamedTuple):
     """
 
     tensors: Sequence[torch.Tensor | None]
-    changes: Changes | None
+    changes: ArgumentChanges | None
     has_marks: bool
 
 

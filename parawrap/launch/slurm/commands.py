@@ -26,7 +26,7 @@ _ENDED = [
 _COMMAND_S = 60.0  # a busy controller answers late; a guess that no test has contradicted
 
 
-class _Answer(NamedTuple):
+class _CommandResult(NamedTuple):
     """The exit code and the output of a command, with standard output first."""
 
     code: int
@@ -106,12 +106,12 @@ def requeue_job(job: str) -> str | None:
     return output.strip() or f"exit code {code}"
 
 
-def _run(*command: str) -> _Answer:
+def _run(*command: str) -> _CommandResult:
     """Run a command. It may fail, for example while the controller restarts."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=_COMMAND_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return _Answer(1, str(error))
-    return _Answer(done.returncode, done.stdout + done.stderr)
+        return _CommandResult(1, str(error))
+    return _CommandResult(done.returncode, done.stdout + done.stderr)
