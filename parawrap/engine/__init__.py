@@ -155,7 +155,7 @@ flat_call.py        | a call taken apart: the row count or | api/parallel/test_c
 forward_writes.py   | writes of forward into the model:    | api/parallel/test_state.py
                     | given back, put back with a warning, | api/parallel/test_freshness.py
                     | refused                              | api/parallel/test_shared_by_lanes.py
-given.py            | arguments of a call in another       | workers/test_given_arguments.py
+given_arguments.py  | arguments of a call in another       | workers/test_given_arguments.py
                     | process: changes there, made here    |
 in_dims.py          | `in_dims`: where the rows of each    | api/parallel/test_cutting.py
                     | argument lie                         |

@@ -59,7 +59,7 @@ _MOST_PLANS = 1024  # for loaders with many sizes; a guess that no test has cont
 # In C: each of these reads every tensor of a warm call
 _on_cpu = attrgetter("is_cpu")
 _shape_of = attrgetter("shape")
-_attributes_of = attrgetter("__dict__")  # empty, and so false, if nobody has set an attribute
+_attributes_of = attrgetter("__dict__")  # empty, and so false, without an attribute
 _split_copies: Callable[..., Sequence[torch.Tensor]]
 _split_copies = torch.split_with_sizes_copy  # type: ignore[assignment]
 
@@ -283,13 +283,11 @@ class ShardPlan:
         """
         if not (self.containers or self.objects or self.unknown):
             return None
-        whole: list[int] = []
+        whole: Sequence[int] = ()
         if len(self.sizes) > 1:  # a single lane may write what it has whole
-            for index in self.objects:
-                # An empty cache gets the rows of each lane, whatever its dim
-                is_empty = _is_empty(flat.leaves[index].value)
-                if self.dims[index] is None and not is_empty:
-                    whole.append(index)
+            uncut = [index for index in self.objects if self.dims[index] is None]
+            # An empty cache gets the rows of each lane, also if it is declared as whole
+            whole = [index for index in uncut if not _is_empty(flat.leaves[index].value)]
         return Borrowed(given, self.containers, flat.leaves, loans, whole, self._name)
 
     def write_back(self, flat: FlatCall, columns: Columns, loans: Sequence[Loan]) -> None:

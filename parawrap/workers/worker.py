@@ -17,7 +17,7 @@ from parawrap._private_names import version_of
 from parawrap.engine.borrowed import NOTHING, Loan, lend
 from parawrap.engine.called_code import is_generator
 from parawrap.engine.edition import is_written_unseen
-from parawrap.engine.given import mark_arguments, read_changes
+from parawrap.engine.given_arguments import mark_arguments, read_changes
 from parawrap.engine.lanes import Modes
 from parawrap.engine.lent_containers import paths_of_containers
 from parawrap.engine.output_handover import hand_over

@@ -42,7 +42,7 @@ from typing import Any
 
 import torch
 
-from parawrap.engine.given import Given
+from parawrap.engine.given_arguments import Given
 from parawrap.engine.lanes import Lane, here
 from parawrap.errors import LaunchError, SessionError, add_note
 from parawrap.processes.events import NEVER
@@ -440,8 +440,13 @@ class WorkerLanes:
             self._unread.notify()  # the receiver leaves
 
     def _lanes_with_workers(self) -> list[tuple[WorkerLane, LocalWorker | RayWorker]]:
-        """Return the lanes that have workers now. Each is read once: a thread may bury it."""
-        return [(lane, worker) for lane in self.all if (worker := lane.worker) is not None]
+        """Return the lanes that have workers now, with these."""
+        found = []
+        for lane in self.all:
+            worker = lane.worker  # read once: another thread may bury it
+            if worker is not None:
+                found.append((lane, worker))
+        return found
 
     def _pass_on(self) -> None:
         """Wake threads that wait for messages, then end futures: a callback may be slow."""

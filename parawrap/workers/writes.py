@@ -10,7 +10,7 @@ import torch
 
 from parawrap._private_names import version_of
 from parawrap.engine.flat_call import is_plain_value
-from parawrap.engine.given import ArgumentChanges, Given
+from parawrap.engine.given_arguments import ArgumentChanges, Given
 from parawrap.errors import SessionError
 from parawrap.processes.pickling import IdentityPickler
 from parawrap.tree import WholeLeaf

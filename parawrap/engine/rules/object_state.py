@@ -244,7 +244,7 @@ def _put_dict(old: dict[Any, Any], new: dict[Any, Any], find_rules: FindRules) -
     entries: dict[Any, Any] = {}
     for key, entry in base.items(new):
         entries[key] = _merge(dict.get(old, key, ABSENT), entry, find_rules)
-    # All anew, for the order. Another thread may see an entry missing for a moment
+    # All of them again, for the order. Another thread may see an entry missing for a moment
     base.clear(old)
     for key, entry in entries.items():
         base.__setitem__(old, key, entry)
