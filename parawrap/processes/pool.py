@@ -527,7 +527,10 @@ class Pool:
         self._end_with_stacks(f"not done after timeout_min={self._timeout_min:g} minutes")
 
     def _end_with_stacks(self, limit: str = "") -> None:
-        """Ask the ranks that run for their stacks, then end all ranks."""
+        """Ask the ranks that run for their lines and their stacks, then end all ranks."""
+        # A rank answers in order, so its line is there when its stacks are
+        for member in self._running():
+            self._ask(member, "look")
         self._ask_for_stacks()
         self._timed_out = limit
         # No other timer may end the ranks before their answers. They come within `_STACKS_S`

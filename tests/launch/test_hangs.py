@@ -38,6 +38,20 @@ def spin_beside_a_collective(prints):
     return "done"
 
 
+def test_limits_name_the_line_of_each_rank(monkeypatch):
+    """A time limit shows where the ranks are, also if it comes before the first look at them."""
+    monkeypatch.setattr("parawrap.processes.pool._POLL_S", 60.0)
+
+    def stand_still():
+        time.sleep(PATIENCE_S)
+
+    with (
+        ranks(timeout_min=0.1).open() as opened,
+        pytest.raises(LaunchTimeoutError, match=r"rank 0 at test_hangs\.py:\d+ in stand_still"),
+    ):
+        opened(stand_still)
+
+
 def test_computing_beside_waits_is_a_hang():
     """The error names the line of each rank, and has their stacks."""
     error = failure_of(spin_beside_a_collective, False, platform=ranks(hang_timeout_s=LIMIT_S))
