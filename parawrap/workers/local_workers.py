@@ -6,7 +6,8 @@
                                             │
     thread of the block ◄── status, output ─┘
 
-A lane reads and writes the data wire of its worker. The thread knows how processes end.
+A lane reads and writes the data wire of its worker. The thread, which all workers of the block
+share, notes how their processes end.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ from parawrap.processes.settings import Settings
 from parawrap.processes.wire import LOST, Message, Wire
 from parawrap.workers.worker import Form, ModelServer, ReceivedAnswers
 
-# For the end of a process with a closed connection. A guess that no test has contradicted
+# A process is killed if it has not exited this time after its connection was closed. A guess that
+# no test has contradicted
 _CLOSE_S = 5.0
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # in malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # the constants of these names in malloc.h
 _log = logging.getLogger("parawrap.workers")
 
 
@@ -55,19 +57,24 @@ _log = logging.getLogger("parawrap.workers")
 class LocalWorkers:
     """Starts the workers of one block on this machine, and supervises them.
 
-    They share its cores.
+    torch gets an equal number of threads in each.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
         self._threads = backend_of(devices[0].type).intra_op_threads(len(devices)) or 1
-        self._starting = threading.Lock()  # of `_supervision`: two threads must not replace it
-        # For `close`. Weak, because a worker that has ended belongs to its lane alone
+        # Guards `_supervision`: two threads must not replace it at the same time
+        self._starting = threading.Lock()
+        # For `close`. Weak: a worker that its lane has dropped is gone
         self._started: weakref.WeakSet[LocalWorker] = weakref.WeakSet()
-        self._supervision: _Supervision | None = None  # the last one
+        self._supervision: _Supervision | None = None  # the last one; it may have ended
 
     def start(self, lane: int, seed: int) -> LocalWorker:
-        """Start the worker of a lane."""
+        """Start the worker of a lane.
+
+        Raises:
+            LaunchError: If this process has too many threads to supervise it.
+        """
         label = f"worker {lane} on {self.devices[lane]}"
         name = f"worker-{lane}"
         platform = Platform(
@@ -84,8 +91,8 @@ class LocalWorkers:
             stays=True,
             serve=serving,
         )
-        # Ctrl-C must not leave a process that is half noted. A start takes milliseconds, and the
-        # first one the time to import torch
+        # Ctrl-C must not leave a process that is not noted. A start takes milliseconds, the first
+        # one as long as an import of torch
         held = HeldSignals(lambda: None)
         try:
             return self._start(lane, label, assignment)
@@ -93,7 +100,8 @@ class LocalWorkers:
             held.end()
 
     def _start(self, lane: int, label: str, assignment: Assignment) -> LocalWorker:
-        while True:  # the thread may end between the look and the start
+        # Again if the thread ends between the look at `has_ended` and the start
+        while True:
             with self._starting:
                 if self._supervision is None or self._supervision.has_ended:
                     self._supervision = _Supervision()
@@ -102,11 +110,12 @@ class LocalWorkers:
                 return worker
 
     def poll(self, workers: Sequence[Any], timeout_s: float) -> Collection[int]:
-        """Wait until a worker has answered or ended, for a moment at most.
+        """Wait until a worker has answered or ended, or until the time is over.
 
         Return the positions of such workers.
         """
-        poll, positions = select.poll(), {}
+        poll = select.poll()
+        positions = {}  # by the descriptor of the worker
         for position, worker in enumerate(workers):
             file = worker.fileno()
             if file < 0:  # its connection was closed here
@@ -116,28 +125,31 @@ class LocalWorkers:
         return [positions[file] for file, _ in poll.poll(1000 * timeout_s)]
 
     def end(self) -> None:
-        """Do nothing: no thread waits long for a start."""
+        """Do nothing: no thread waits long for the start of a worker."""
 
     def close(self) -> None:
-        """End workers that no lane has: Ctrl-C may have come just after the start of one."""
+        """End workers that no lane has: Ctrl-C may have come just after a worker was started."""
         for worker in list(self._started):
             worker.stop(at_once=True)
 
 
 class _Supervision:
-    """The thread of one block, from its first worker until none is alive.
+    """The thread that supervises workers, from its start until none of them is alive.
 
-    It gets no messages of workers.
+    The next worker of the block then gets another one.
 
     Attributes:
-        has_ended: True once it takes no more workers. The lock of the events guards it.
+        events: What the thread waits for. Their lock guards all that other threads use.
+        has_ended: True once the thread takes no more workers.
+        members: The processes that the thread supervises.
+        thread: The thread, which the first worker starts.
     """
 
     def __init__(self) -> None:
         self.events = Events()
         self.members = Members(fork_server(), self.events, self, _CLOSE_S)
         self.has_ended = False
-        self._workers: dict[int, LocalWorker] = {}  # by the id of the member
+        self._workers: dict[int, LocalWorker] = {}  # by the id of the member, which is kept alive
         self.thread = threading.Thread(target=self._run, name="parawrap-workers", daemon=True)
 
     def start(
@@ -163,7 +175,7 @@ class _Supervision:
         return worker
 
     def on_message(self, _: Member, __: Message, /) -> None:
-        """Do nothing: a worker is not asked over its control wire."""
+        """Do nothing: lanes read the answers of workers from the data wire."""
 
     def on_end(self, member: Member, outcome: Outcome, /) -> None:
         """Note how a process has ended."""
@@ -172,28 +184,30 @@ class _Supervision:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            while True:
-                self._forget_gone()
-                if self.has_ended:
-                    break
-                self.events.turn()
-            self.members.close()
+            self._supervise()
         except BaseException as reason:  # noqa: BLE001 (each worker has it)
             error = reason
             _log.exception(
                 "the workers of a block are ended, because the thread that supervises them failed"
             )
             with contextlib.suppress(BaseException):
-                self.members.close()  # kills what is left
+                self.members.close()  # kills the processes that are alive
         finally:
             self.has_ended = True
-            # After any error too: threads wait for these notes without a limit
+            # After any error too: other threads wait for these notes
             for worker in self._workers.values():
                 worker.note_end(error)
                 worker.note_gone()
 
+    def _supervise(self) -> None:
+        self._forget_gone()
+        while not self.has_ended:
+            self.events.turn()
+            self._forget_gone()
+        self.members.close()
+
     def _forget_gone(self) -> None:
-        """Forget workers that are gone. Take no more if that were all."""
+        """Forget workers whose processes are gone. Set `has_ended` if none is left."""
         with self.events.lock:
             for member in [each for each in self.members.all if not each.is_alive]:
                 self.members.all.remove(member)
@@ -202,9 +216,10 @@ class _Supervision:
 
 
 class LocalWorker:
-    """A process that answers messages in the order of sending. One thread at a time uses it.
+    """A process that answers messages in the order of sending.
 
-    It owns the data wire of the process.
+    It owns the data wire of the process. One thread at a time sends and receives. Any thread may
+    end it, and wait for its end.
     """
 
     def __init__(
@@ -215,13 +230,14 @@ class LocalWorker:
         self._wire = member.wire
         self._printer = printer
         self._supervision = supervision
-        self._end: Outcome | BaseException | None = None  # how the process has ended
-        self._set_up: Outcome | None = None
+        # How the process has ended, or why its supervision failed; None before
+        self._end: Outcome | BaseException | None = None
+        self._set_up: Outcome | None = None  # why the set-up of the process failed
         self._has_exited = Latch()
-        self._is_gone = Latch()  # also the processes that it has started
+        self._is_gone = Latch()  # set when the processes that it has started are gone too
 
     def fileno(self) -> int:
-        """Return the descriptor of the wire; -1 once closed."""
+        """Return the descriptor of the wire; -1 once it is closed."""
         return self._wire.fileno()
 
     @property
@@ -230,11 +246,11 @@ class LocalWorker:
         return self._wire.has_unsent
 
     def send(self, body: tuple[Any, ...], packer: Packer, model: Packed | None) -> None:
-        """Send calls, and before them the model that they need if it is another one.
+        """Send calls, and before them their model, unless it is None: the worker has it already.
 
         Raises:
-            SessionError: If memory lacks room for their tensors. The calls are not sent then; the
-                model may have been.
+            SessionError: If memory lacks room for their tensors. The model may have been sent, the
+                calls have not.
             OSError: If this process has reached a limit. The same holds.
             ConnectionError: If the process has ended.
         """
@@ -244,10 +260,7 @@ class LocalWorker:
             raise ConnectionError(msg)
 
     def receive(self) -> list[ReceivedAnswers] | None:
-        """Return the answers that have arrived, with their blocks; None if the process has ended.
-
-        An error of this process stands in place of the block that it could not take.
-        """
+        """Return the answers that have arrived; None if the process has ended."""
         if self._wire.has_unsent:
             self._wire.flush()
         try:
@@ -259,21 +272,24 @@ class LocalWorker:
             if message.word == "answers":
                 number, answers = message.body
                 found.append((number, answers, message.block, message.error))
-            # Its number is lost too. The lane sends all messages again, to another worker
+            # This process could not read a message. With it, its number is lost: the lane sends all
+            # messages again, to another worker
             elif message.word == LOST:
                 self.stop(at_once=True)
-            # The answer to the set-up of the rank, which has no number of the lanes
+            # The answer to the set-up of the rank
             elif message.word == "answer" and not isinstance(message.body.outcome, Returned):
                 self._set_up = message.body.outcome
         return found
 
     def death(self) -> RankDiedError:
-        """Wait for the end of the process, and return the error that says how it ended."""
-        self.stop(at_once=False)
-        self._has_exited.wait(2 * _CLOSE_S)  # it is killed after the half
+        """Wait for the end of the process, and return the error that says how it ended.
+
+        Call `stop` before.
+        """
+        self._has_exited.wait(2 * _CLOSE_S)  # the process is killed after half of it
         died = self._end
         if self._set_up is not None or not isinstance(died, Died):
-            # The set-up failed, which explains the death, or the supervising thread did
+            # A failed set-up explains the death. Without one, the supervision failed
             how: Any = self._set_up or died
             if isinstance(how, Outcome):
                 how = how.summary
@@ -285,11 +301,12 @@ class LocalWorker:
         return error
 
     def stop(self, *, at_once: bool) -> None:
-        """Begin to end the process. Unless `at_once`, it has time to exit on its own.
+        """Close the connection. The process then exits on its own, or is killed some seconds later.
 
-        A process that is late is killed.
+        Args:
+            at_once: End the process now, also within a call.
         """
-        # Not `close` alone: a forked child may hold a copy of the socket
+        # Not `close` alone: a forked child may hold a copy of the socket, and keep it open
         self._wire.shut()
         self._wire.close()
         events, members = self._supervision.events, self._supervision.members
@@ -309,13 +326,13 @@ class LocalWorker:
             self._is_gone.wait(2 * _CLOSE_S)
 
     def note_end(self, how: Outcome | BaseException | None) -> None:
-        """Note how the process has ended. The first note holds."""
+        """Note how the process has ended, unless that is noted already."""
         if self._end is None:
             self._end = how
         self._has_exited.set()
 
     def note_gone(self) -> None:
-        """Note that no process is alive."""
+        """Note that the process, and those that it has started, are gone."""
         try:
             self._member.transcript.finish()
             self._printer.finish()
@@ -328,7 +345,8 @@ class LocalWorker:
 
 def serve(device: str, threads: int, seed: int, wire: Wire) -> None:
     """Answer messages until the wire closes. Runs in place of the calls of a rank."""
-    # It ends the process also during a call, without unwinding
+    # SIGTERM follows from `stop(at_once=True)`. It ends the process without unwinding, also during
+    # a call
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -337,7 +355,7 @@ def serve(device: str, threads: int, seed: int, wire: Wire) -> None:
     server = ModelServer(torch.device(device))
     model_error: Exception | None = None  # why this process could not take the model
     while (message := wire.receive()) is not None:
-        if message.word == LOST:  # its number too, so that no answer is possible: end
+        if message.word == LOST:  # the number of the message too: no answer is possible
             return
         if message.word == "model":
             model_error = message.error
@@ -358,7 +376,7 @@ def serve(device: str, threads: int, seed: int, wire: Wire) -> None:
         except (OSError, SessionError) as reason:  # memory lacks room, or a limit is reached
             answers, packer = server.fail(items, reason)
             wire.send("answers", (number, answers), packer)
-        # The tensors lie in a slab of shared memory. Without them, the next message may use it
+        # Their tensors lie in a slab of shared memory, which the next message may use then
         del message, answers, packer
 
 

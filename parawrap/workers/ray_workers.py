@@ -24,7 +24,8 @@ from parawrap.processes.pickling import Packed
 from parawrap.processes.shared_memory import aligned_copy
 from parawrap.workers.worker import Form, ModelServer, ReceivedAnswers
 
-# For the start of an actor, which imports torch. A guess that no test has contradicted
+# For the start of an actor on reserved resources. It imports torch. A guess that no test has
+# contradicted
 _PLACING_S = 60.0
 # Fields of `Platform` that a block uses. All others must have their defaults
 _FIELDS_OF_BLOCK = ("name", "device", "launcher", "n_nodes", "n_gpus", "n_cpus", "ram")
@@ -71,24 +72,24 @@ class _StoredModel(NamedTuple):
 
 
 class RayWorkers:
-    """Starts the workers of one session, each with the share of one rank.
+    """Starts the workers of one session, each with the resources of one rank.
 
-    One thread at a time starts workers.
+    One thread at a time starts workers. Any thread may call `end`.
     """
 
     def __init__(self, platform: Platform) -> None:
         self.devices: Sequence[torch.device] = devices_of(platform)
         self._platform = platform
-        self._ray: Any = None
+        self._ray: Any = None  # the package, once the resources are reserved
         self._reservation: Reservation | None = None
         self._has_ended = False
         self._last_model: _StoredModel | None = None  # the model that was sent last
 
     def start(self, lane: int, seed: int) -> RayWorker:
-        """Start the worker of a lane. `seed` is that of its random generators.
+        """Start the worker of a lane. Its random generators get the seed.
 
         Raises:
-            LaunchError: If the cluster has too few resources.
+            LaunchError: If the cluster has too few resources, or the block ends meanwhile.
         """
         if self._reservation is None:
             self._reservation = Reservation(self._platform)
@@ -125,13 +126,13 @@ class RayWorkers:
                     raise LaunchError(msg) from error
 
     def poll(self, workers: Sequence[Any], timeout_s: float) -> Collection[int]:
-        """Wait until a worker has answered or ended, for a moment at most.
+        """Wait until a worker has answered or ended, or until the time is over.
 
         Return the positions of such workers.
         """
         if not self._ray.is_initialized():  # all actors are gone, also those without a message
             return range(len(workers))
-        waiting = {}  # the positions of workers by the references of their next answers
+        waiting = {}  # the position of each worker by the reference of its next answers
         for position, worker in enumerate(workers):
             if worker.oldest is not None:
                 waiting[worker.oldest] = position
@@ -146,14 +147,15 @@ class RayWorkers:
 
         May be called again.
         """
-        self._has_ended = True  # first: a thread that starts a worker reads it between two steps
+        # First: a thread that starts a worker reads it, and reserves nothing more
+        self._has_ended = True
         self._last_model = None
         reservation, self._reservation = self._reservation, None
         if reservation is not None:
             reservation.end()
 
     def close(self) -> None:
-        """Release what a thread has reserved since `end`."""
+        """Release the resources that a thread has reserved since `end`."""
         self.end()
 
     def _check_open(self) -> None:
@@ -190,7 +192,7 @@ class RayWorker:
         self._ray = ray
         self._store_model = store_model
         self._sent: deque[Any] = deque()  # references of answers, oldest first
-        self._death: Exception | None = None
+        self._death: Exception | None = None  # raised by Ray, which says why the actor ended
         threads = max(1, int(actor_options["num_cpus"]))
         actor = ray.remote(Actor).options(
             name=None, max_restarts=0, max_task_retries=0, **actor_options
@@ -203,65 +205,66 @@ class RayWorker:
         return self._sent[0] if self._sent else None
 
     def ping(self) -> Any:
-        """Return a reference in Ray that is ready when the actor runs."""
+        """Return the reference of an answer that is ready once the actor runs."""
         return self._actor.ping.remote()
 
     def send(self, body: tuple[Any, ...], packer: Packer, model: Packed | None) -> None:
-        """Send calls, and the model that they and the later ones need if it is another one.
+        """Send calls, and their model, unless it is None: the actor has it already.
 
         Raises:
             ConnectionError: If Ray was shut down.
         """
-        if not self._ray.is_initialized():  # otherwise the call would start Ray again
+        if not self._ray.is_initialized():  # otherwise `remote` would start Ray again
             raise ConnectionError
         stored = None if model is None else self._store_model(model)
-        self._sent.append(self._actor.answer.remote(_parcel_of(body, packer), stored))
+        self._sent.append(self._actor.answer.remote(_make_message(body, packer), stored))
 
     def receive(self) -> list[ReceivedAnswers] | None:
-        """Wait for the next answers, and return them with their block; None if the actor ended."""
-        # Without Ray, the look would start it again, and an idle worker is read only then
+        """Wait for the next answers, and return them; None if the actor has ended."""
+        # `get` would start Ray again. Without Ray, `poll` returns workers that were sent nothing
         if not (self._sent and self._ray.is_initialized()):
             return None
         try:
-            parcel = self._ray.get(self._sent.popleft())
+            # It stays in `_sent` meanwhile: `poll` finds the worker again after Ctrl-C, or after it
+            # has ended
+            (number, answers), block = _open_message(self._ray.get(self._sent[0]))
         except Exception as error:  # noqa: BLE001 (Ray raises many types for a lost actor)
             self._death = error
             return None
-        (number, answers), block = _open_parcel(parcel)
+        self._sent.popleft()
         return [(number, answers, block, None)]
 
     def death(self) -> RankDiedError:
         """Return the error that says how the actor ended."""
-        self.stop(at_once=True)
         why = "ray.shutdown() was called" if self._death is None else self._death
         return RankDiedError(f"{self._label} died: {' '.join(str(why).split())}")
 
     def stop(self, *, at_once: bool) -> None:
-        """End the actor. A message that it works on is not finished."""
+        """End the actor at once, also within a call."""
         if self._ray.is_initialized():
-            with contextlib.suppress(Exception):  # it has ended
+            with contextlib.suppress(Exception):  # the actor has ended
                 self._ray.kill(self._actor)
 
     def join(self) -> None:
         """Do nothing: Ray ends the process."""
 
 
-Parcel = tuple[bytes, Any]
+RayMessage = tuple[bytes, Any]
 """The pickled body of a message, and its block as an array, which Ray moves without pickling."""
 
 
-def _parcel_of(body: Any, packer: Packer) -> Parcel:
+def _make_message(body: Any, packer: Packer) -> RayMessage:
     import numpy as np
 
     return pickle.dumps(body, 5), np.frombuffer(b"".join(packer.parts), dtype=np.uint8)
 
 
-def _open_parcel(parcel: Parcel) -> tuple[Any, memoryview]:
-    """Return the body of a message, and its block.
+def _open_message(message: RayMessage) -> tuple[Any, memoryview]:
+    """Return the body of a message, and a copy of its block.
 
-    It owns its memory: arrays from Ray's object store are read-only.
+    Arrays from Ray's object store are read-only, and the model may write into its arguments.
     """
-    body, block = parcel
+    body, block = message
     return pickle.loads(body), aligned_copy(memoryview(block))
 
 
@@ -282,10 +285,11 @@ class Actor:
     def ping(self) -> None:
         """Do nothing: an answer shows that the actor runs."""
 
-    def answer(self, parcel: Parcel, model: Any) -> Parcel:
-        """Make the calls of a message, with another model if there is one."""
+    def answer(self, message: RayMessage, model: Any) -> RayMessage:
+        """Run the calls of a message. Take their packed model before, unless it is None."""
         if model is not None:
+            # A copy: arrays from Ray's object store are read-only
             self._server.take_model(memoryview(bytearray(model)))
-        (number, form, items), block = _open_parcel(parcel)
+        (number, form, items), block = _open_message(message)
         answers, packer = self._server.answer(Form(*form), items, block)
-        return _parcel_of((number, answers), packer)
+        return _make_message((number, answers), packer)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import Any
 
 from parawrap.processes.events import NEVER
-from parawrap.processes.held_signals import HeldSignals, do_nothing
 from parawrap.workers.worker_lanes import WorkerCall, WorkerLanes
 
 
@@ -19,7 +18,6 @@ class _WorkerFuture(Future[Any]):
     def __init__(self, lanes: WorkerLanes) -> None:
         super().__init__()
         self._lanes = lanes
-        self.has_callbacks = False
         self.is_ended = False  # `done` takes a lock, which Ctrl-C in this thread could keep
 
     def cancel(self) -> bool:
@@ -29,12 +27,16 @@ class _WorkerFuture(Future[Any]):
         return is_cancelled
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        # Before the callback is added: the thread that ends the call reads the flag, and leaves
-        # the future to the receiving thread
-        self.has_callbacks = True
-        super().add_done_callback(fn)
-        if not self.done() and self._lanes.are_here:
-            self._lanes.receive_for_futures(at_once=True)
+        lanes = self._lanes
+        if self.done() or not lanes.are_here:
+            super().add_done_callback(fn)
+            return
+        super().add_done_callback(
+            # Without a reference to this future, which would be a cycle. A future that is done
+            # calls `fn` at once, and logs its exceptions
+            lambda done: lanes.run_in_receiver(partial(Future.add_done_callback, done, fn))
+        )
+        lanes.receive_for_futures(at_once=True)
 
     def result(self, timeout: float | None = None) -> Any:
         return super().result(self._receive(timeout))
@@ -45,20 +47,15 @@ class _WorkerFuture(Future[Any]):
     def _receive(self, timeout: float | None) -> float | None:
         """Receive until the answer has arrived, or the time is over. Return the seconds left."""
         until = NEVER if timeout is None else monotonic() + timeout
-        lanes = self._lanes
-        if not self.is_ended and lanes.are_here:  # a forked child has no workers
-            if lanes.is_receiver:
-                # In its own callbacks it is done, and not ended. Here Ctrl-C keeps no lock
-                lanes.wait_in_callback(self.done, until)
-            elif not self.has_callbacks:  # else the receiver ends it
-                lanes.wait(lambda: self.is_ended, until)
+        if not self.is_ended and self._lanes.are_here:  # a forked child has no workers
+            self._lanes.wait(lambda: self.is_ended, until)
         return None if timeout is None else max(0.0, until - monotonic())
 
 
 class SubmittedCall(WorkerCall):
     """A whole call with a future.
 
-    `finish` takes the output of the worker, and returns the caller's.
+    `finish` takes the output of the worker and this call, and returns the caller's output.
     """
 
     __slots__ = ("_finish", "future")
@@ -73,37 +70,29 @@ class SubmittedCall(WorkerCall):
         super().__init__(args, kwargs)
         self._finish = finish
         self.future = _WorkerFuture(lanes)
+        self.callbacks.append(SubmittedCall._resolve)
 
     def begin(self) -> bool:
         # Ctrl-C may have come between an earlier `begin` and the next step of its caller
-        if self.future.running():
-            return True
-        try:
-            return self.future.set_running_or_notify_cancel()
-        except RuntimeError:  # cancelled, and those who wait were notified
-            return False
-
-    @property
-    def has_callbacks(self) -> bool:
-        return self.future.has_callbacks
-
-    def end(self) -> None:
-        held = HeldSignals(wake=do_nothing)  # the future must not stay half resolved
-        try:
-            self._resolve()
-        finally:
-            self.future.is_ended = True
-            held.end()
+        if not (self.is_cancelled or self.future.running()):
+            try:
+                self.is_cancelled = not self.future.set_running_or_notify_cancel()
+            except RuntimeError:  # Ctrl-C came before `is_cancelled` was set
+                self.is_cancelled = True
+        return not self.is_cancelled
 
     def _resolve(self) -> None:
-        if self.future.cancel():  # it was cancelled before, or its lanes ended before it was sent
-            # Notifies concurrent.futures.wait, which would wait forever otherwise
-            with suppress(RuntimeError):  # `begin` has notified them
-                self.future.set_running_or_notify_cancel()
-            return
+        """Give the future its result. Signals are held: it must not stay half resolved."""
         try:
-            output = self._finish(self.load(), self)
-        except BaseException as error:  # noqa: BLE001 (the reader of the future gets it)
-            self.future.set_exception(error.with_traceback(None))  # its frames refer to the future
-        else:
-            self.future.set_result(output)
+            if self.future.cancel():  # it was cancelled, or its lanes ended before it was sent
+                self.begin()  # notifies `concurrent.futures.wait`, which would wait forever
+                return
+            try:
+                output = self._finish(self.load(), self)
+            except BaseException as error:  # noqa: BLE001 (the reader of the future gets it)
+                # Without its frames, which refer to the future
+                self.future.set_exception(error.with_traceback(None))
+            else:
+                self.future.set_result(output)
+        finally:
+            self.future.is_ended = True

@@ -9,9 +9,9 @@ Guarantees:
 
 - A worker answers its messages in the order of sending, and each call ends once: with its answer,
   or with an error.
-- No thread belongs to a lane. A thread that waits for an answer receives all answers, and sends
-  the backlog. One thread receives for futures without a reader, such as those with a callback.
-- If a worker ends, its messages are sent again, and its lane starts another one for its next
+- No thread belongs to a lane. One of the threads that wait for an answer receives all answers,
+  and sends the backlog.
+- If a worker ends, its messages are sent again, and its lane starts another worker for its next
   message. Only the oldest message ran, so only that one counts the death.
 - After `end`, no process is left.
 
@@ -20,8 +20,8 @@ A `Request` is a message to a worker: one call, or a chunk, which is several bat
 Threads that take answers:
 
 - The reader (`_has_reader`) receives for all. It is a caller that waits, or the receiver.
-- The receiver (`_receiver`) waits for futures without a reader. It alone runs callbacks of users,
-  so other readers leave such requests to it (`_for_receiver`).
+- The receiver (`_receiver`) waits for futures that no caller waits for. It alone runs callbacks of
+  users: another thread that ends a future leaves its callbacks to the receiver (`_callbacks`).
 - A caller of `result` receives faster than the receiver could wake it. After such a caller has read
   (`_callers_read`), the receiver leaves new answers to callers for a moment, unless `_unread` wakes
   it.
@@ -34,7 +34,7 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
 from itertools import count
 from time import monotonic
@@ -44,8 +44,9 @@ import torch
 
 from parawrap.engine.given_arguments import Given
 from parawrap.engine.lanes import Lane, here
-from parawrap.errors import LaunchError, SessionError, add_note
+from parawrap.errors import LaunchError, RankDiedError, SessionError, add_note
 from parawrap.processes.events import NEVER
+from parawrap.processes.held_signals import HeldSignals, do_nothing
 from parawrap.processes.latch import SIGNAL_POLL_S
 from parawrap.processes.packing import Packer, restore
 from parawrap.processes.pickling import Packed, unpack
@@ -55,30 +56,39 @@ from parawrap.workers.ray_workers import RayWorker, RayWorkers
 from parawrap.workers.worker import Form, WorkerAnswer
 from parawrap.workers.writes import Written, write_back
 
-# The receiving thread stays for this time without a call: another start takes longer than a small
-# call
+# The receiver stays for this time without a call: to start a thread takes longer than a small call
 _RECEIVER_IDLE_S = 1.0
-# It leaves an answer to the caller of `result` for this time, if such callers received the last
-# ones. A guess that no test has contradicted
+# The receiver leaves an answer to the caller of `result` for this time, if such callers received
+# the last ones. A guess that no test has contradicted
 _UNREAD_S = 0.005
-# A wait for answers has pieces of this length, because the changes of other threads end no poll
+# A poll for answers ends after this time, to look for changes by other threads, which do not end it
 _PIECE_S = 0.2
 _FORKED = (
     "a forked child has no workers: read the outputs of map in the process that made the block"
 )
 _AHEAD = 2  # messages per worker, so that the next one has arrived when an answer leaves
 _request_numbers = count()  # `next` is one atomic step
-# The registries of warnings by file: "once per line" holds for all workers together
+# Registries as of the module `warnings`, by file: "once per line" holds for all workers together
 _given_warnings: dict[str, dict[Any, Any]] = {}
 
 
 class WorkerCall:
     """A call in a message.
 
-    `position` is its index there; `request` changes if the call is sent again alone.
-
-    `given` are the arguments as they are when the call is sent: the caller may change containers
-    before the answer comes.
+    Attributes:
+        args: The positional arguments of the caller.
+        kwargs: The keyword arguments; None or empty without any.
+        callbacks: Functions that take the call at its end, each once.
+        given: The arguments as they were when the call was packed: the caller may change containers
+            before the answer comes. None for tensors alone, and for arguments that the worker
+            computes.
+        is_cancelled: True if the call need not be sent.
+        is_simple: True if the arguments are positional tensors, which need no walk through
+            containers.
+        position: The index of the call in its request.
+        record: Takes the lane, start, end, and error of a call that is traced.
+        request: The message of the call. Another one if the call is sent again alone.
+        rows: The row count; 0 if it is not known.
     """
 
     __slots__ = (
@@ -86,6 +96,7 @@ class WorkerCall:
         "callbacks",
         "given",
         "is_cancelled",
+        "is_simple",
         "kwargs",
         "position",
         "record",
@@ -96,27 +107,21 @@ class WorkerCall:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         self.args = args
         self.kwargs = kwargs
-        self.callbacks: list[Callable[[Any], object]] = []  # for the end of the call
+        self.callbacks: list[Callable[[Any], object]] = []
         self.is_cancelled = False
+        self.is_simple = not kwargs and all(type(each) is torch.Tensor for each in args)
         self.position = self.rows = 0
-        # None for tensors alone, and for arguments that the worker computes
         self.given: Given | None = None
         self.request: Request | None = None
-        # Takes the lane, start, end, and error of a call that is traced
         self.record: Callable[..., None] | None = None
-
-    @property
-    def has_callbacks(self) -> bool:
-        """True if code of the user runs at its end."""
-        return False
 
     def begin(self) -> bool:
         """Note that the call is about to be sent; False if it was cancelled."""
         return not self.is_cancelled
 
     def end(self) -> None:
-        """Call the callbacks, in the thread that received the answer."""
-        # Another thread may take the last one after the look. `pop` gives each to one thread
+        """Call the callbacks, in a thread that holds signals back."""
+        # `pop` gives each to one thread. Another thread may take the last one after the look
         with suppress(IndexError):
             while self.callbacks:
                 self.callbacks.pop()(self)
@@ -129,14 +134,16 @@ class WorkerCall:
         """Return the output. Repeat the warnings of the call here, and its writes into arguments.
 
         Raises:
-            Exception: What the call raised, or an error of the worker.
+            BaseException: The exception that the call raised in the worker, or the error why it has
+                no answer.
         """
         request = self.request
         assert request is not None
         lane, block = request.lane, request.block
         try:
             if request.failure is not None:
-                raise copy.deepcopy(request.failure)  # each call of the message adds its own notes
+                # A copy: the calls of the message share the error, and each adds notes of its own
+                raise copy.deepcopy(request.failure)
             answer = WorkerAnswer(*request.answers[self.position])
             if answer.warned is not None:
                 _repeat_warnings(answer.warned)
@@ -150,10 +157,11 @@ class WorkerCall:
             if error is not None:
                 add_note(error, f"raised in {lane}, with this traceback:\n{where}")
                 raise error
-            # As by a plain call, tensors get the mode of the call. The reader may have another one
+            # Tensors are made in the mode of the call, as by a plain call. This thread may read the
+            # output in another mode
             is_inference = request.form.is_inference
-            is_mode = torch.is_inference_mode_enabled() == is_inference
-            with nullcontext() if is_mode else torch.inference_mode(is_inference):
+            has_mode = torch.is_inference_mode_enabled() == is_inference
+            with nullcontext() if has_mode else torch.inference_mode(is_inference):
                 output = restore(answer.output, block)
                 if answer.written is None:
                     return output
@@ -168,16 +176,27 @@ class WorkerCall:
 
 
 def _repeat_warnings(packed: bytes) -> None:
-    """Give the warnings of a worker here. The filters of this process decide about them."""
+    """Warn in this process of what a worker warned of. The filters of this process apply."""
     for text, category, filename, line in unpack(packed):
         registry = _given_warnings.setdefault(filename, {})
         warnings.warn_explicit(text, category, filename, line, registry=registry)
 
 
 class Request:
-    """A message to a worker.
+    """A message to a worker: one call of `submit`, one part of a cut call, or a chunk of batches.
 
-    One that has a call of `submit` has no other: it is sent unless that call was cancelled.
+    Attributes:
+        form: The common part of the calls.
+        number: The answers have it too.
+        calls: The calls, until they are ended.
+        items: The packed arguments of each call; their tensors are in `packer`.
+        packer: The block of the message.
+        lane: The lane that got the message last.
+        answers: The fields of the `WorkerAnswer` to each call; empty before they arrive.
+        block: The block of the answers.
+        failure: The error why there are no answers.
+        deaths: The number of workers that ended while they ran the message.
+        was_sent: True if the message was sent to the worker that the lane has now.
     """
 
     __slots__ = (
@@ -196,16 +215,16 @@ class Request:
 
     def __init__(self, form: Form, packer: Packer | None = None) -> None:
         self.form = form
-        self.number = next(_request_numbers)  # the answers have it too
+        self.number = next(_request_numbers)
         self.calls: list[WorkerCall] = []
         self.items: list[Any] = []
         self.packer = packer or Packer()
-        self.lane: WorkerLane | None = None  # the lane that it was given last
+        self.lane: WorkerLane | None = None
         self.answers: list[tuple[Any, ...]] = []
-        self.block = memoryview(b"")  # of the answers
+        self.block = memoryview(b"")
         self.failure: BaseException | None = None
         self.deaths = 0
-        self.was_sent = False  # to the worker that the lane has now
+        self.was_sent = False
 
     @property
     def is_done(self) -> bool:
@@ -217,9 +236,8 @@ class Request:
         Raises:
             UnsendableError: If an argument cannot be pickled.
         """
-        is_simple = not call.kwargs and all(type(each) is torch.Tensor for each in call.args)
-        # Before the arguments are packed: what the caller changes later must not count as a write
-        if self.form.prepare is None and not is_simple:
+        # Before the arguments are packed: a later change by the caller must not count as a write
+        if self.form.prepare is None and not call.is_simple:
             call.given = Given((call.args, call.kwargs or {}))
         if call.kwargs:
             self.items.append(self.packer.add({"args": call.args, "kwargs": call.kwargs}, ""))
@@ -232,7 +250,12 @@ class Request:
 class WorkerLane(Lane):
     """One worker, and the messages that it has not answered.
 
-    `model` and `prepare` are those that it has.
+    Attributes:
+        worker: The worker; None before it is started, and after it has ended.
+        model: The packed model that the worker has.
+        prepare: The packed `prepare` that the worker has.
+        has_answered: True once the worker has answered a message.
+        flying: The messages that the worker has not answered, oldest first.
     """
 
     def __init__(self, index: int, device: torch.device) -> None:
@@ -253,13 +276,13 @@ class WorkerLanes:
     def __init__(self, workers: LocalWorkers | RayWorkers, retries: int) -> None:
         self.all = tuple(WorkerLane(index, device) for index, device in enumerate(workers.devices))
         self.retries = retries
-        # The time of a whole call: the average of the last messages
+        # The time of a whole call: an average in which later messages weigh more
         self.each_ns: float | None = None
         self._process = os.getpid()
         self._workers = workers
         self._numbers = count(1)  # of the workers: each has its own random numbers
-        # It guards everything below, and the messages of the lanes. It is entered itself, not
-        # through its conditions: they are code of Python, where Ctrl-C could keep the lock
+        # Guards everything below, and the messages of the lanes. Code enters this lock itself, not
+        # its conditions: those are code of Python, where Ctrl-C could keep the lock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # notified after each answer
         self._is_started = False
@@ -269,12 +292,11 @@ class WorkerLanes:
         self._unread = threading.Condition(self._lock)
         # True if callers of `result` received the last answers to futures
         self._callers_read = False
-        self._backlog: deque[Request] = deque()
-        # The two have ended, and their calls do not know it yet. Code of users runs at the end of
-        # calls in the second
-        self._ended: deque[Request] = deque()
-        self._for_receiver: deque[Request] = deque()
-        # Written without the lock: `end` must not wait for a thread that starts workers
+        self._backlog: deque[Request] = deque()  # no lane had room for them
+        self._ended: deque[Request] = deque()  # have answers or an error; their calls end next
+        self._callbacks: deque[Callable[[], object]] = deque()  # of users, for the receiver
+        # True once `end` was called. Written without the lock: `end` must not wait for a thread
+        # that starts workers
         self._is_over = False
 
     @property
@@ -343,28 +365,17 @@ class WorkerLanes:
                     if is_done() or until <= monotonic():
                         return
                     self._has_reader = is_reader = True  # Ctrl-C cannot come between the two
-                # In short pieces: another thread may resolve the awaited future without a message
+                # In short pieces: another thread may end the call without a message
                 self._receive(min(_PIECE_S, max(0.0, until - monotonic())))
             finally:
                 if is_reader:
-                    # Others may read from here on. They look once per second: Ctrl-C may keep this
-                    # thread from notifying them
+                    # Other threads may read from here on. Ctrl-C may keep this thread from
+                    # notifying them, so they look once per second
                     self._has_reader = False
             self._pass_on()
 
-    @property
-    def is_receiver(self) -> bool:
-        """True in the thread that receives for futures, and calls their callbacks."""
-        return threading.current_thread() is self._receiver
-
-    def wait_in_callback(self, is_done: Callable[[], bool], until: float) -> None:
-        """Wait like `wait` in the receiver. It ends futures with callbacks itself meanwhile."""
-        while not is_done() and monotonic() < until:
-            self._end_requests()
-            self.wait(lambda: is_done() or bool(self._for_receiver), until)
-
     def _wait_for_turn(self, is_done: Callable[[], bool], until: float) -> None:
-        """Wait with the lock held until no thread receives for all, `is_done`, or that time.
+        """Wait with the lock held until no thread reads, `is_done`, or that time.
 
         A function of its own: see the rule about `while` in `Lanes.send`.
         """
@@ -395,25 +406,41 @@ class WorkerLanes:
     def receive_for_futures(self, *, at_once: bool = False) -> None:
         """Have a thread receive the answers to futures, unless callers of `result` do.
 
-        `at_once`: there are callbacks, which only this thread calls.
+        Args:
+            at_once: There are callbacks: the thread does not leave answers to callers now.
+
+        Raises:
+            RuntimeError: If the process has too many threads. The next call tries again.
         """
         with self._lock:
             self._callers_read = self._callers_read and not at_once
             if self._receiver is None:
-                name = "parawrap-lanes"
-                self._receiver = threading.Thread(
-                    target=self._receive_for_futures, name=name, daemon=True
+                receiver = threading.Thread(
+                    target=self._receive_for_futures, name="parawrap-lanes", daemon=True
                 )
+                # Ctrl-C must not leave a thread that runs and is not noted, or the reverse
+                held = HeldSignals(wake=do_nothing)
                 try:
-                    self._receiver.start()
-                except RuntimeError:  # the process has too many threads: the next call tries again
-                    self._receiver = None
-                    raise
+                    receiver.start()
+                    self._receiver = receiver
+                finally:
+                    held.end()
             elif not self._callers_read:
                 self._unread.notify()
 
+    def run_in_receiver(self, callback: Callable[[], object]) -> None:
+        """Run a callback of a user in the receiver: a caller that reads may hold a lock it needs.
+
+        In a forked child, which has no receiver, run it here.
+        """
+        if not self.are_here:
+            callback()
+            return
+        self._callbacks.append(callback)
+        self.receive_for_futures(at_once=True)
+
     def end(self) -> None:
-        """End the workers. What they have not answered fails. May be called again."""
+        """End the workers. Calls that they have not answered fail. May be called again."""
         if not self.are_here:
             return
         self._is_over = True
@@ -440,42 +467,51 @@ class WorkerLanes:
             self._unread.notify()  # the receiver leaves
 
     def _lanes_with_workers(self) -> list[tuple[WorkerLane, LocalWorker | RayWorker]]:
-        """Return the lanes that have workers now, with these."""
+        """Return the lanes that have workers now, each with its worker."""
         found = []
         for lane in self.all:
-            worker = lane.worker  # read once: another thread may bury it
+            worker = lane.worker  # read once: another thread may set it to None
             if worker is not None:
                 found.append((lane, worker))
         return found
 
     def _pass_on(self) -> None:
-        """Wake threads that wait for messages, then end futures: a callback may be slow."""
+        """Wake threads that wait for messages, then end calls: to unpack an output may be slow."""
         self._tell_waiting()
-        if self._ended or self._for_receiver:
+        if self._ended:
             self._end_requests()
             self._tell_waiting()
 
     def _tell_waiting(self) -> None:
+        """Have the threads that wait look again, and one of them read."""
         with self._lock:
             self._changed.notify_all()
 
     # -- sending
 
     def _send_waiting(self) -> None:
-        """Send what waits to lanes with room."""
+        """Send messages of the backlog to lanes with room."""
         while self._backlog:
             lane = min(self.all, key=lambda lane: len(lane.flying))
             if len(lane.flying) >= _AHEAD:
                 return
-            request = self._backlog[0]  # until it is in the lane: Ctrl-C must not lose it
-            was_begun = request.lane is not None  # it goes again, after a death or Ctrl-C
-            # `begin` changes only a call of `submit`, which is alone in its message
+            # It stays in the backlog until it is in the lane: Ctrl-C must not lose it
+            request = self._backlog[0]
+            was_begun = request.lane is not None  # sent before, until a death or Ctrl-C
+            # A chunk is sent whole if one of its batches is not cancelled. `begin` changes only a
+            # call of `submit`, which is alone in its message
             if was_begun or any(call.begin() for call in request.calls):
                 self._send(lane, request)
-            else:  # all of it was cancelled
+            else:
                 self._backlog.remove(request)
 
     def _start(self, lane: WorkerLane) -> LocalWorker | RayWorker:
+        """Start the worker of a lane.
+
+        Raises:
+            LaunchError: If the worker cannot be started.
+            SessionError: If the lanes have ended.
+        """
         seed = (torch.initial_seed() + next(self._numbers)) % SEEDS
         lane.worker = worker = self._workers.start(lane.index, seed)
         lane.model, lane.prepare, lane.has_answered = None, None, False
@@ -485,6 +521,10 @@ class WorkerLanes:
         return worker
 
     def _send(self, lane: WorkerLane, request: Request) -> None:
+        """Move a message from the backlog to a lane, and send it. Its worker is started if needed.
+
+        If that fails, so do the calls.
+        """
         form = request.form
         try:
             # Ctrl-C may have come between the two lines below that move a message
@@ -495,6 +535,7 @@ class WorkerLanes:
             lane.flying.append(request)
             self._backlog.remove(request)
             worker = lane.worker or self._start(lane)
+            # The worker keeps `prepare` and the model, so neither is sent twice
             is_known = form.prepare is not None and form.prepare is lane.prepare
             body = form._replace(prepare=b"" if is_known else form.prepare, model=None)
             worker.send(
@@ -505,13 +546,15 @@ class WorkerLanes:
             lane.model, lane.prepare = form.model, form.prepare or lane.prepare
             request.was_sent = True
         except ConnectionError:
-            pass  # the thread that receives sends it to the next worker
+            pass  # the reader finds the death of the worker, and sends the message again
         except (LaunchError, SessionError, OSError) as error:  # the calls were not sent
-            lane.model = None  # a new one may have been
+            lane.model = None  # a new model may have been sent
             lane.flying.remove(request)
-            self._fail(request, error.with_traceback(None))  # its frames refer to the request
+            # Without its frames, which refer to the request
+            self._fail(request, error.with_traceback(None))
         except BaseException:  # of a signal handler, perhaps after the message has left
             if lane.worker is not None:
+                # The reader finds its death, and sends the message again
                 lane.worker.stop(at_once=True)
             elif request in lane.flying:
                 lane.flying.remove(request)
@@ -521,36 +564,45 @@ class WorkerLanes:
     # -- receiving
 
     def _receive(self, timeout_s: float) -> None:
-        """Take the answers that arrive, and send what waits."""
+        """Take the answers that arrive within a time, and send the backlog. For the reader."""
         lanes = self._lanes_with_workers()
         found: Collection[int] = ()
         if lanes:
             found = self._workers.poll([worker for _, worker in lanes], timeout_s)
         elif not (self._backlog or self._ended):
-            # All messages have ended. The threads that took them tell the callers, each its error
+            # There is no worker to poll. Another thread is about to end the last calls
             with self._lock:
                 self._changed.wait(timeout_s)
+        for position in found:
+            lane, worker = lanes[position]
+            with self._lock:
+                is_alive = self._take_answers(lane, worker)
+            if not (is_alive or self._is_over):
+                # Without the lock: a process may close its connection seconds before it ends
+                error = worker.death()
+                with self._lock:
+                    self._replace_dead(lane, error)
         with self._lock:
-            for position in found:
-                lane, worker = lanes[position]
-                self._take_answers(lane, worker)
             self._send_waiting()
 
-    def _take_answers(self, lane: WorkerLane, worker: LocalWorker | RayWorker) -> None:
+    def _take_answers(self, lane: WorkerLane, worker: LocalWorker | RayWorker) -> bool:
+        """Take the answers of a worker that have arrived. Return False if the worker has ended."""
         try:
             received = worker.receive()
             if received is None:
-                if not self._is_over:
-                    self._bury(lane, worker)
-                return
+                worker.stop(at_once=False)
+                return False
             for number, answers, block, error in received:
                 request = next((each for each in lane.flying if each.number == number), None)
                 if request is not None:
-                    # In this order: after Ctrl-C in between, the answer is there, and without one
-                    # the message is sent again
+                    # In this order: after Ctrl-C in between, the message is done, and is not sent
+                    # again
                     self._take_answer(lane, request, answers, block, error)
                     lane.flying.remove(request)
-        except BaseException:  # Ctrl-C, perhaps between an answer and its request
+            return True
+        except BaseException:
+            # Ctrl-C may have lost answers. The next reader finds the death of the worker, and sends
+            # the messages again
             worker.stop(at_once=True)
             raise
 
@@ -562,6 +614,7 @@ class WorkerLanes:
         block: memoryview,
         error: OSError | None,
     ) -> None:
+        """Note the answers to a message; or the error, if this process could not take the block."""
         if request.is_done:
             return
         lane.has_answered = True
@@ -579,37 +632,39 @@ class WorkerLanes:
                 self.each_ns += (each_ns - self.each_ns) / 4
         request.block = block  # before the answers: a thread that sees them reads both
         request.answers = answers
-        self._ended.append(request)  # Ctrl-C cannot come between the two
+        self._ended.append(request)  # Ctrl-C cannot come between this line and the one before
 
     def _end_requests(self) -> None:
-        """Tell those who wait for requests that ended. No lock is held, and another may read.
+        """End the calls of requests that have ended, without the lock: unpickling runs user code.
 
-        Callbacks of users run in the receiving thread alone: a caller that reads may hold a lock
-        that they need.
+        Several threads may do this at the same time: `WorkerCall.end` ends a call once.
         """
-        before = here.lane
-        is_receiver = self.is_receiver
         while True:
             try:
-                if is_receiver and self._for_receiver:
-                    request = self._for_receiver.popleft()
-                else:
-                    request = self._ended.popleft()
-            except IndexError:  # another thread may have been quicker
+                request = self._ended[0]
+            except IndexError:
                 return
-            if not is_receiver and any(call.has_callbacks for call in request.calls):
-                self._for_receiver.append(request)
-                self.receive_for_futures(at_once=True)
-                continue
-            here.lane = request.lane or self.all[0]
-            try:
-                for call in request.calls:
-                    call.end()
-            finally:
-                here.lane = before
-            # They refer to the request, and a cycle would keep the memory of their outputs
+            # Parts of cut calls, and of streams in order, have none, and no need to hold signals
+            calls = [call for call in request.calls if call.callbacks]
+            if calls:
+                self._end_calls(calls, request.lane or self.all[0])
+            # Calls refer to the request, and a cycle would keep the memory of their outputs
             request.calls = []
-            del request
+            # Last: after Ctrl-C above, another thread ends the calls
+            with suppress(ValueError):  # another thread was quicker
+                self._ended.remove(request)
+
+    def _end_calls(self, calls: Sequence[WorkerCall], lane: WorkerLane) -> None:
+        # Ctrl-C must not come after a callback was taken, and before it has run
+        held = HeldSignals(wake=do_nothing)
+        # Calls of the block by code of users run plainly then, and do not wait for this thread
+        before, here.lane = here.lane, lane
+        try:
+            for call in calls:
+                call.end()
+        finally:
+            here.lane = before
+            held.end()
 
     def _receive_for_futures(self) -> None:
         """Receive in a thread, which ends a moment after the last call.
@@ -617,11 +672,13 @@ class WorkerLanes:
         A caller that waits in `result` receives faster than this thread could wake it. While there
         are such callers, the thread only looks from time to time for futures without a reader.
         """
+        here.lane = self.all[0]  # callbacks run plain calls, and do not wait for this thread
         leave_at = monotonic() + _RECEIVER_IDLE_S
         while True:
             with self._lock:
                 is_idle = self.is_idle()
-                if not self._for_receiver:
+                # `_ended` too: Ctrl-C may have kept a caller from ending these requests
+                if not (self._callbacks or self._ended):
                     has_stayed = is_idle and monotonic() >= leave_at
                     if self._is_over or has_stayed:
                         # With the lock held: a call that comes now starts another thread
@@ -633,24 +690,29 @@ class WorkerLanes:
                         self._unread.wait(_UNREAD_S if self._callers_read else _RECEIVER_IDLE_S)
                         continue
                     self._callers_read = False  # a message waits, and no caller reads
-            # The requests that failed have the error; a callback may raise SystemExit
+            # Futures have the errors of their calls; a callback may raise SystemExit
             with suppress(BaseException):
-                self._end_requests()
-                self.wait(lambda: self.is_idle() or bool(self._for_receiver))
+                self._pass_on()
+                self._run_callbacks()
+                self.wait(lambda: self.is_idle() or bool(self._callbacks))
             leave_at = monotonic() + _RECEIVER_IDLE_S
 
+    def _run_callbacks(self) -> None:
+        while self._callbacks:  # only this thread takes one
+            self._callbacks.popleft()()
+
     def _fail(self, request: Request, error: BaseException) -> None:
+        """Have the calls of a request raise an error, unless it has answers."""
         if not request.is_done:
             request.failure = error
             self._ended.append(request)
 
-    def _bury(self, lane: WorkerLane, worker: LocalWorker | RayWorker) -> None:
-        """Send again what a dead worker has not answered, before everything else.
+    def _replace_dead(self, lane: WorkerLane, error: RankDiedError) -> None:
+        """Put the messages that a dead worker has not answered in front of the backlog.
 
-        Its oldest message counts the death. A worker that has answered nothing may have died before
-        it could be sent one.
+        The oldest message counts the death. A worker that has answered nothing may have died before
+        a message could be sent to it. The next message to the lane starts another worker.
         """
-        error = worker.death()
         lost = [request for request in lane.flying if not request.is_done]
         lane.flying.clear()
         lane.worker = None
@@ -661,8 +723,8 @@ class WorkerLanes:
                 lost = [*self._count_death(oldest, error), *others]
         self._backlog.extendleft(reversed(lost))
 
-    def _count_death(self, request: Request, error: BaseException) -> list[Request]:
-        """Return what to send again: nothing after too many deaths, else each call alone."""
+    def _count_death(self, request: Request, error: RankDiedError) -> list[Request]:
+        """Return the messages to send again: none after too many deaths, else one for each call."""
         request.deaths += 1
         calls = request.calls
         if request.deaths > self.retries:

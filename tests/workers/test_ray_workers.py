@@ -78,6 +78,25 @@ def test_shutdown_ends_all_workers(sent):
     assert "ray.shutdown() was called" in str(worker.death())
 
 
+class _Interrupted:
+    """Ray while Ctrl-C comes."""
+
+    def is_initialized(self):
+        return True
+
+    def get(self, _):
+        raise KeyboardInterrupt
+
+
+def test_interrupt_while_an_answer_is_read():
+    """The next look finds the answer, or the death of its worker."""
+    worker = RayWorker.__new__(RayWorker)
+    worker._ray, worker._sent = _Interrupted(), deque(["answer"])
+    with pytest.raises(KeyboardInterrupt):
+        worker.receive()
+    assert worker.oldest == "answer"
+
+
 @pytest.mark.ray
 def test_call_after_shutdown(ray_cluster):
     import ray

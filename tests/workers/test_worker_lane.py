@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from parawrap import RankDiedError, SessionError, UnsendableError, parallel
+from parawrap.workers.local_workers import LocalWorker
 from parawrap.workers.submitted_call import SubmittedCall
 from tests.helpers.pools import processes
 from tests.helpers.waiting import eventually
@@ -119,9 +120,7 @@ def test_callbacks_hold_up_nobody():
 
 @pytest.mark.parametrize("reads", ["receiver", "caller"])
 def test_callback_waits_for_another(tmp_path, reads):
-    """The thread that runs the first callback runs the second one while it waits, also if a caller
-    receives the answers.
-    """
+    """A callback may wait for a future with a callback, also if a caller receives the answers."""
     order = []
     one, three, zero = numbers(1, 3, 0)
     with processes(Gated(tmp_path)) as p, ThreadPoolExecutor(1) as threads:
@@ -142,7 +141,7 @@ def test_callback_waits_for_another(tmp_path, reads):
         assert p.submit(zero).result(20)[0][0] == 0
         for each in waiting:
             each.result(20)
-    assert order == ["second", 3]
+    assert {*order} == {"second", 3}
 
 
 def test_callback_reads_its_own_future(monkeypatch):
@@ -163,6 +162,25 @@ def test_callback_reads_its_own_future(monkeypatch):
         lanes.receive_for_futures(at_once=True)
         eventually(lambda: len(order) == 4, "both callbacks")
     assert order[0] == order[2] == "begin"
+
+
+def test_callback_that_is_added_while_its_future_ends(monkeypatch):
+    """It runs in the thread for callbacks: the thread that reads may hold a lock that it needs."""
+    ran_in, end = [], SubmittedCall.end
+
+    def add_and_end(call):
+        call.future.add_done_callback(lambda _: ran_in.append(threading.current_thread()))
+        end(call)
+
+    with processes(nn.Identity()) as p:
+        lanes = p._session.lanes
+        with monkeypatch.context() as patch:
+            patch.setattr(lanes, "receive_for_futures", lambda **_: None)
+            patch.setattr(SubmittedCall, "end", add_and_end)
+            p.submit(torch.ones(1)).result(60)
+        lanes.receive_for_futures(at_once=True)
+        eventually(lambda: ran_in, "the callback")
+    assert ran_in != [threading.current_thread()]
 
 
 def test_receiver_that_cannot_start(monkeypatch):
@@ -291,6 +309,49 @@ def test_interrupt_while_an_answer_is_taken(monkeypatch):
         assert future.result(20) == 1
 
 
+def test_interrupt_before_a_call_ends(monkeypatch):
+    """The next thread that reads ends the call."""
+
+    def interrupt(_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with parallel(nn.Identity(), ["cpu"], workers="process") as p:
+        lanes = p._session.lanes
+        monkeypatch.setattr(lanes, "receive_for_futures", lambda **_: None)
+        future = p.submit(torch.ones(1))
+        monkeypatch.setattr(SubmittedCall, "end", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lanes.wait(lanes.is_idle)
+        assert future.result(20) == 1
+
+
+def exit_if_negative(x):
+    if x < 0:
+        os._exit(3)
+    return x
+
+
+def test_submit_while_a_worker_ends(monkeypatch):
+    """A process may end seconds after its connection. Other calls are sent meanwhile."""
+    is_ending, was_sent, death = threading.Event(), threading.Event(), LocalWorker.death
+
+    def end_late(worker):
+        is_ending.set()
+        assert was_sent.wait(60)
+        return death(worker)
+
+    monkeypatch.setattr(LocalWorker, "death", end_late)
+    with processes(exit_if_negative, retries=0) as p:
+        lost = p.submit(torch.tensor(-1.0))
+        assert is_ending.wait(60)
+        sent = p.submit(torch.tensor(1.0))
+        was_sent.set()
+        assert sent.result(60) == 1
+        with pytest.raises(RankDiedError):
+            lost.result(60)
+
+
 def test_parts_of_a_call_have_one_model():
     """Another thread changes the model, and calls it, at the same time."""
     model, x = nn.Linear(1, 1, bias=False), torch.ones(9, 1)
@@ -352,7 +413,7 @@ def test_stream_does_not_grow_memory(elements, batches):
     )
 
 
-def test_a_cancelled_call_begins_twice():
+def test_a_cancelled_call_begins_twice(caplog):
     """Ctrl-C may come after a cancelled call has told those who wait, and before it is taken out
     of the queue: the next thread that sends begins it again.
     """
@@ -361,3 +422,4 @@ def test_a_cancelled_call_begins_twice():
     assert [call.begin(), call.begin()] == [False, False]
     call.end()
     assert call.future.cancelled()
+    assert not caplog.records
