@@ -25,13 +25,14 @@ from parawrap.errors import SessionError, UnsendableError
 from parawrap.processes.pickling import Packed, ValuePickler, pack
 from parawrap.tree import ABSENT
 
-SEEDS = 1 << 63  # torch takes 64 bits, and a sum of two must not overflow
+SEEDS = 1 << 63
+"""The number of seeds. torch takes 64 bits, and a seed plus the number of a worker must fit."""
 
 GENERATOR_STAYS = (
     "a random generator, which cannot be shared with workers. Use a default generator, "
     "such as torch's"
 )
-"""How the message of a SessionError ends."""
+"""The end of a message of SessionError, after the place of the generator."""
 
 
 class _SentCode(NamedTuple):
@@ -83,15 +84,16 @@ def build(load_model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Build
 
 
 class SentModel:
-    """The target of a block with workers.
+    """The target of a block, as its workers get it. A changed model is packed whole.
 
-    One thread at a time reads the target; a changed model is sent whole.
+    It borrows the target. One thread at a time calls `read` and `forget`.
 
     Attributes:
-        home: The device of the model.
-        refreshes: How often a changed model was read.
-        copied_bytes: The size of the changed models.
-        parameters: Those that may require gradients.
+        target: The target of the block.
+        home: The device of the model; None for a target that is not a module.
+        refreshes: The number of times that the target was packed again after a change.
+        copied_bytes: The size of the tensors that were packed again.
+        parameters: The parameters of the model, which may require gradients.
     """
 
     def __init__(self, target: Any) -> None:
@@ -101,25 +103,25 @@ class SentModel:
         self.refreshes = self.copied_bytes = 0
         self.parameters: list[torch.Tensor] = [*target.parameters()] if is_module else []
         self._is_lazy = any(map(is_lazy, self.parameters))
-        self._doubts = Doubts()  # reasons to send the model again: see `renew`
+        self._doubts = Doubts()  # changed by `renew`
         # All workers build the same model, also one that replaces a dead worker
         self._seed = torch.initial_seed() % SEEDS
         self.forget()
         note_optimizer_steps()
 
     def forget(self) -> None:
-        """Free the memory of the model. The next call reads it again."""
+        """Free the memory of the packed model. The next call packs the target again."""
         self._packed: Packed | None = None
-        self._tensors: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor] = []  # all tensors of the model
         self._unseen: list[_UnseenTensor] = []
         self._function: bytes | None = None  # a target without a model, packed
         self._sent: list[_SentCode] = []
-        self._captured: list[Any] = []  # of the sent code, as it was read last
-        self._state: ModelState[Any] | None = None
+        self._captured: list[Any] = []  # from `_read_captured`, when the target was packed
+        self._state: ModelState[Any] | None = None  # None also after a failed attempt to pack
 
     def is_ready(self) -> bool:
-        """False while a parameter waits for its first call, which runs plainly."""
-        # Once all parameters have shapes, they keep them, and are not looked at again
+        """False while a parameter gets its shape from the first call, which runs plainly."""
+        # Parameters keep their shapes, so they are not looked at again once all have one
         self._is_lazy = self._is_lazy and any(map(is_lazy, self.target.parameters()))
         return not self._is_lazy
 
@@ -134,45 +136,42 @@ class SentModel:
             if self._packed is not None:
                 self.refreshes += 1
                 self.copied_bytes += bytes_of_all(self._tensors)
-            # After an error or Ctrl-C below, the next call must read the model again
+            # After an error or Ctrl-C below, the next call must pack the target again
             self._state = None
-            # A `renew` from here on counts for the next call
+            # Before the target is read: a later `renew` counts for the next call
             asked = self._doubts.read()
             self._state, self._packed = self._pack_target(asked)
         return self._packed
 
     def _pack_target(self, asked: Asked) -> tuple[ModelState[Any], Packed]:
         """Return the state of the target, and the packed target."""
-        copies = 0
+        attempts = 0
         while True:
-            copies += 1
+            attempts += 1
             state = None
             try:
-                # The state first: it shows what changes while the model is packed
+                # The state first: it shows changes that come while the target is packed
                 state = self._survey_target(asked)
                 return state, self._pack()
             except Exception as error:
                 # Another thread may be changing the dicts that pickle walks: pack once more
                 snapshot = None if state is None else state.snapshot
-                if copies == MOST_COPIES or not was_disturbed(error, snapshot, copies):
+                if attempts == MOST_COPIES or not was_disturbed(error, snapshot, attempts):
                     raise
 
     def renew(self) -> None:
-        """Send the model again at the next refresh.
-
-        It does not wait: a callback in a lane may call it.
-        """
-        self._doubts.everything = object()  # a new one, in one step: see `Doubts`
+        """Have the next `read` pack the target again. Any thread may call this at any time."""
+        self._doubts.everything = object()  # a new object, in one step: see `Doubts`
 
     def _is_current(self) -> bool:
         """True if the target, and the code that was sent with it, are the same as at the last read.
 
-        Workers build their own model: then only `renew` makes a difference.
+        A target of `build` has no model here, so only `renew`, and its code, make it another one.
         """
         if self._state is None or not self._state.is_current():
             return False
         now = self._read_captured()
-        # `_captured` keeps its objects alive, so a new object is never one of them
+        # `_captured` keeps its objects alive, so no new object has the identity of one of them
         has_same_code = len(now) == len(self._captured) and all(map(is_, now, self._captured))
         if not has_same_code:
             return False
@@ -181,6 +180,7 @@ class SentModel:
         return all(torch.equal(tensor, sent) for tensor, sent in self._unseen)
 
     def _pack(self) -> Packed:
+        """Return the packed target. Note the code in it, and what this code refers to."""
         sent: list[FunctionType | type] = []
         value = {"model": self.target, "seed": self._seed, "dtype": torch.get_default_dtype()}
         try:
@@ -200,10 +200,11 @@ class SentModel:
         return packed
 
     def _survey_target(self, asked: Asked) -> ModelState[Any]:
+        """Return the state of the target. Note the tensors that the state does not watch."""
         is_build = isinstance(self.target, Build)  # then this process has no model
         survey = Survey(None if is_build else self.target)
         refuse_generators(survey, "the model")
-        # Of the objects of the model themselves, not of their copies in a replica
+        # The second argument returns the copy of an object in a replica: here the object itself
         snapshot = Snapshot(survey.places, lambda owner: owner, is_model=True)
         # After the snapshot, which shows if a training flag changes from here on
         edition = Edition(survey)
@@ -217,10 +218,12 @@ class SentModel:
         has_model = is_build or survey.modules or self._tensors
         if not has_model:
             self._function = self._pack_function()
+        # Writes into these give no new versions, so their values are compared
         unseen = [tensor for tensor in self._tensors if tensor.is_inference()]
         if edition.trains:  # statistics of norms, for example
             unseen += filter(is_written_unseen, survey.tensors)
-        with lasting():  # without a graph, and usable in every mode: later calls compare them
+        # Without a graph, and usable in every mode: later calls compare the clones
+        with lasting():
             self._unseen = [_UnseenTensor(tensor, tensor.clone()) for tensor in unseen]
         return state
 
@@ -229,7 +232,10 @@ class SentModel:
         return pack(self.target, "target").to_bytes()
 
     def _read_captured(self) -> list[Any]:
-        """Return code, closures, and globals of sent functions, and attributes of sent classes."""
+        """Return code, closures, and globals of sent functions, and attributes of sent classes.
+
+        Each object is that of now, for a comparison by identity.
+        """
         found: list[Any] = []
         for each, names in self._sent:
             if isinstance(each, type):

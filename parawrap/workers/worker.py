@@ -1,4 +1,4 @@
-"""The model of a worker, in its process, and the messages that it answers."""
+"""The model of a worker, and its answers to messages. Runs in the process of the worker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from parawrap.workers.model import GENERATOR_STAYS, Build
 from parawrap.workers.writes import PickledContents, Written
 
 _CPU = torch.device("cpu")
-_NO_CONTEXT: Any = None  # context variables do not travel: each message gets a new context
+_NO_CONTEXT: Any = None  # in place of context variables, which cannot be pickled
 GRADIENTS = (
     "{} requires a gradient, and gradients do not travel between processes. For inference, call "
     "inside torch.no_grad(). To "
@@ -85,10 +85,10 @@ class Form(NamedTuple):
     Attributes:
         modes: From `pack_modes`.
         is_inference: True in inference mode.
-        method: The method; None for the model itself.
+        method: The name of the method; None for the model itself.
         is_whole: False for one part of a cut call.
-        prepare: The packed function; empty if it came with an earlier message, None if there is
-            none.
+        prepare: The packed function that computes the arguments from a batch, in the worker. Empty
+            if an earlier message has brought it, None if there is none.
         model: The packed model. It travels next to the message, once.
     """
 
@@ -104,12 +104,12 @@ class WorkerAnswer(NamedTuple):
     """The answer to one call.
 
     Attributes:
-        output: The item of its output.
-        written: The item of what it wrote into its arguments.
-        error: Its packed exception, with the traceback as text.
-        warned: Its warnings, packed: text, category, file, and line of each.
-        start: When it began, as ``perf_counter_ns``.
-        end: When it ended.
+        output: The packed output, with its tensors in the block of the message.
+        written: The packed `Written`; None if it has written nothing.
+        error: The packed exception, and its traceback as text; None without an exception.
+        warned: The packed warnings: text, category, file, and line of each. None without any.
+        start: The time when the call began, as ``perf_counter_ns``.
+        end: The time when it ended.
     """
 
     output: Any
@@ -128,34 +128,34 @@ ReceivedAnswers = tuple[int, list[tuple[Any, ...]], memoryview, OSError | None]
 
 
 class ModelServer:
-    """The model of one worker. Used by one thread."""
+    """The model of one worker, for as long as its process lives. For one thread.
+
+    It replaces the handling of warnings in the process.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._packed_model: memoryview | None = None  # until a call needs it
+        self._packed_model: memoryview | None = None  # from a message until the next call
         self._replicas: Replicas
-        self._is_changed = False  # True from a new model to the first call
+        self._is_changed = False  # True until the first call of a new model
         self._prepare: Any = None  # the packed function until the first call, then the function
-        self._warned: list[tuple[str, type[Warning], str, int]] = []
+        self._warned: list[tuple[str, type[Warning], str, int]] = []  # of the call that runs
         warnings.simplefilter("always")  # the filters of the launching process decide
         warnings.showwarning = self._note_warning
 
     def take_model(self, packed: memoryview) -> None:
-        """Take a packed model for this call and later ones."""
+        """Take a packed model for the next call and later ones."""
         self._packed_model = packed
 
     def take_prepare(self, packed: bytes) -> None:
-        """Take what prepares the batches of this message and of later ones, also if this fails."""
+        """Take the packed `prepare` of this message. Later messages do not bring it again."""
         self._prepare = packed
 
     def answer(self, form: Form, items: list[Any], block: memoryview) -> Answers:
-        """Make the calls of a message, one after another, under its modes.
+        """Run the calls of a message, one after another, in its modes.
 
-        An output is packed before the next call, which may write into it. If the model cannot be
-        made, every call fails.
+        If the model cannot be made, every call fails.
         """
-        has_next = len(items) > 1
-        packer = Packer(copies_up_to=math.inf if has_next else 0)
         if form.prepare:  # empty if an earlier message has brought it
             self.take_prepare(form.prepare)
         try:
@@ -163,7 +163,7 @@ class ModelServer:
                 self._make_model(unpack(self._packed_model))
                 self._packed_model = None  # after an error it stays, and later calls fail too
             home = self._replicas.state.home
-            if self._is_changed:  # the first call makes the replica of a new model, in its modes
+            if self._is_changed:  # its state is that of the old model until the call below
                 home = home_of_target(self._replicas.target)
                 if home is None:  # no module, or one without tensors
                     home = home_of_survey(Survey(self._replicas.target))
@@ -172,16 +172,13 @@ class ModelServer:
                 # The first write of the deterministic mode takes a second
                 if mode.read() != value:
                     mode.write(value)
-            # A context runs once at a time, and a call must not see variables of an earlier one
+            # A new context: a call must not see variables that an earlier message has set
             modes = modes._replace(context=contextvars.copy_context())
-            answers = modes.run(
-                lambda: [tuple(self._answer(form, item, block, packer)) for item in items],
-                self._device,
-                home,
-            )
+            answer_all = functools.partial(self._answer_all, form, items, block)
+            answers: Answers = modes.run(answer_all, self._device, home)
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
             return self.fail(items, error)
-        return answers, packer
+        return answers
 
     def fail(self, items: list[Any], error: BaseException) -> Answers:
         """Answer each call of a message with an error."""
@@ -204,11 +201,20 @@ class ModelServer:
         self._replicas = Replicas(target, [self._device])
         self._is_changed = True
 
+    def _answer_all(self, form: Form, items: list[Any], block: memoryview) -> Answers:
+        """Run the calls of a message."""
+        # An output is copied before the next call, which may write into it
+        packer = Packer(copies_up_to=math.inf if len(items) > 1 else 0)
+        answers = [tuple(self._answer(form, item, block, packer)) for item in items]
+        return answers, packer
+
     def _answer(self, form: Form, item: Any, block: memoryview, packer: Packer) -> WorkerAnswer:
+        """Run one call. Pack its output, or its exception."""
         start = perf_counter_ns()
         output_item = written_item = failure = None
         try:
-            with torch.inference_mode(mode=False):  # a write into an inference tensor is not seen
+            # Not inference tensors, in which no version shows a write
+            with torch.inference_mode(mode=False):
                 given = restore(item, block)
             args, kwargs = given, {}
             if type(given) is dict:  # as `Request.add` packs a call with keywords
@@ -226,9 +232,10 @@ class ModelServer:
     def _call(
         self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_tensors: bool
     ) -> tuple[Any, Written | None]:
-        """Return the output of a call, and its writes into its arguments, if there are any.
+        """Return the output of a call, and its writes into its arguments; None without any.
 
-        Tensors alone need no walk through containers, and no copies of their contents.
+        `are_tensors`: the arguments are tensors alone. They need no walk through containers, and no
+        copies of contents.
         """
         if form.prepare is None:
             args, kwargs = self._place(args, kwargs)
@@ -236,18 +243,17 @@ class ModelServer:
         if not are_tensors and any(map(is_generator, leaves)):  # its new state would stay here
             msg = f"an argument is {GENERATOR_STAYS}"
             raise SessionError(msg)
-        # With `prepare`, these are the caller's batch: what `prepare` does to it stays here, and
-        # forward gets what it computes
+        # With `prepare`, forward gets other arguments, and writes of `prepare` stay here
         is_lent = not are_tensors and form.prepare is None
         # Three ways to see writes: entries of containers, pickles of objects, versions of tensors
         loan = _lend_all((args, kwargs), leaves) if is_lent else NOTHING
         contents = PickledContents(leaves) if is_lent else None
         versions = [*map(_version_of, leaves)]
-        made = self._run(form, args, kwargs)
-        # A call without containers and objects has no loan, and no marks: a tensor that it returns
-        # is another one for the caller
-        output = mark_arguments(made, loan)
-        has_marks = output is not made
+        returned = self._run(form, args, kwargs)
+        # Tensors alone are not lent, so they get no marks: one that the call returns is another
+        # tensor for the caller
+        output = mark_arguments(returned, loan)
+        has_marks = output is not returned
         self._replicas.unkept.warn()  # of writes into the model, which do not stay
         if contents is not None:
             contents.check()
@@ -262,14 +268,14 @@ class ModelServer:
         return output, Written(tensors, changes, has_marks)
 
     def _run(self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call from the model's state. What it writes into the model does not stay.
+        """Run one call from the model's state. Its writes into the model do not stay.
 
         Raises:
             SessionError: If the output requires a gradient; if a part of a cut call wrote buffers
                 in training mode, or drew random numbers under deterministic algorithms.
         """
         if form.prepare is not None:
-            if isinstance(self._prepare, bytes):
+            if isinstance(self._prepare, bytes):  # its first call
                 self._prepare = unpack(self._prepare)
             args, kwargs = self._place(*as_call(self._prepare(*args)))
         replicas = self._replicas
@@ -282,8 +288,8 @@ class ModelServer:
         replica = state.replicas[0]
         replicas.prepare(replica)
         versions = [*map(version_of, state.params)]
-        # Writes through ``.data`` show in the contents alone: they are read around the first call
-        # on new replicas
+        # Writes through ``.data`` give no versions. The contents are compared around the first call
+        # of a new edition
         contents = None if state.edition.is_checked else replicas.read_contents()
         state.edition.is_checked = True
         checks_draws = not form.is_whole and torch.are_deterministic_algorithms_enabled()
@@ -296,6 +302,7 @@ class ModelServer:
         except BaseException:
             replica.is_dirty = True  # forward may have stopped between two writes
             raise
+        # Refuse outputs and writes that workers cannot return
         leaves = (output,) if type(output) is torch.Tensor else flatten(output)[0]
         if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
             raise SessionError(GRADIENTS.format("the output"))
@@ -334,23 +341,25 @@ class ModelServer:
 
 def _has_other_buffers(replicas: Replicas) -> bool:
     """True if the last call wrote a buffer, perhaps without a new version, as batch norm does."""
-    replica = replicas.state.replicas[0]
-    pairs = zip(replicas.state.survey.tensors, replica.tensors, strict=True)
-    return replica.is_written() or any(
-        is_written_unseen(one) and not torch.equal(one, other) for one, other in pairs
-    )
+    state = replicas.state
+    replica = state.replicas[0]
+    if replica.is_written():
+        return True
+    for own, copied in zip(state.survey.tensors, replica.tensors, strict=True):
+        if is_written_unseen(own) and not torch.equal(own, copied):
+            return True
+    return False
 
 
-def _lend_all(call: Any, found: Sequence[Any]) -> Loan:
-    """Note the copies of the caller's containers and objects.
+def _lend_all(call: Any, leaves: Sequence[Any]) -> Loan:
+    """Note the contents of containers, and of objects with rules, in the arguments before a call.
 
-    Objects without rules are in `PickledContents`.
+    `PickledContents` notes those of objects without rules.
     """
-    objects = [index for index, leaf in enumerate(found) if isinstance(leaf, WholeLeaf)]
-    leaves = [leaf.value if isinstance(leaf, WholeLeaf) else leaf for leaf in found]
+    objects = [index for index, leaf in enumerate(leaves) if isinstance(leaf, WholeLeaf)]
+    values = [leaf.value if isinstance(leaf, WholeLeaf) else leaf for leaf in leaves]
     _, spec = flatten(call)
-    # The leaves before and after a move: they are on the device already
-    return lend(call, paths_of_containers(spec), leaves=leaves, parts=leaves, objects=objects)
+    return lend(call, paths_of_containers(spec), values, objects=objects)
 
 
 def _version_of(leaf: Any) -> int | None:
@@ -360,4 +369,5 @@ def _version_of(leaf: Any) -> int | None:
 
 
 def _describe(error: BaseException) -> tuple[bytes, str]:
+    """Return the fields of `WorkerAnswer.error`."""
     return pack_exception(error).to_bytes(), traceback_of(error)

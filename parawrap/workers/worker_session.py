@@ -1,6 +1,6 @@
 """The session of a block over workers.
 
-Calls are cut and joined as in `engine/call.py`; `worker_lanes.py` runs them.
+It cuts and joins calls as `engine/call.py` does; `worker_lanes.py` runs them.
 """
 
 from __future__ import annotations
@@ -53,20 +53,27 @@ from parawrap.workers.worker import GRADIENTS, Form, pack_modes
 from parawrap.workers.worker_lanes import Request, WorkerCall, WorkerLanes
 
 _CPU = torch.device("cpu")
-# The sizes of a call that was not cut. Its one output is compared with no row count
+# The sizes of a call that was not cut. The rows of one output need not match them
 _ONE_SHARD = (1,)
-# Between two looks for answers while the caller works: a look is a system call for all workers. A
-# guess that no test has contradicted
+# The time between two looks for answers while the caller works: a look is a system call for all
+# workers. A guess that no test has contradicted
 _LOOK_NS = 200_000
 
 
 class WorkerSession:
     """The calls of one target, over workers, until `close`. Thread-safe.
 
-    Workers start at the first call.
+    There is one worker per device, or per rank of a platform for Ray. They start at the first call.
+    If a worker dies, its call runs `retries` more times.
 
-    There is one worker per device, or per rank of a platform for Ray. If a worker dies, its call
-    runs `retries` more times.
+    Attributes:
+        cutters: How calls are cut, by the name of the method.
+        lanes: The workers, and the messages to them.
+        output_device: The device of outputs; None for that of the model, or of the arguments.
+        recorder: Records the calls while a trace is open.
+        rules: How outputs are joined.
+        shards: The sizes of the last cut call.
+        target: The target of the block.
     """
 
     def __init__(
@@ -88,25 +95,28 @@ class WorkerSession:
         self.recorder = Recorder(target)
         self.shards: tuple[int, ...] = ()
         self._model = SentModel(target)
-        # As long as the arguments are on the CPU too
-        self._stays_on_cpu = all(each in (None, _CPU) for each in (self._model.home, output_device))
+        # True if outputs are on the CPU for arguments on the CPU
+        self._stays_on_cpu = {self._model.home, output_device} <= {None, _CPU}
         self._backend = backend_of(workers.devices[0].type)
-        # The model is read by one thread at a time. Its pickling may call the block again
+        # One thread at a time reads the model. Reentrant: its pickling may call the block again
         self._reading = threading.RLock()
-        self._counting = threading.Lock()  # of the counters; never held while user code runs
-        self._plain_lock = threading.RLock()  # plain calls run one at a time
+        # Guards the counters of calls and rows. No code of users runs while it is held
+        self._counting = threading.Lock()
+        self._plain_lock = threading.RLock()  # one plain call runs at a time
         self._calls = self._plain_calls = 0
         self._has_warned_of_plan = False
         self._is_closed = False
         self._end = weakref.finalize(self, self.lanes.end)
         self._end.atexit = False
-        # The hook of `weakref` would run after those of Ray and of launches, which workers need
+        # At exit, before the hooks of Ray and of launches: workers need both. The hook of `weakref`
+        # would run after them
         atexit.register(self._end)
 
     # Cut calls
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Scatter, apply, and gather; or run the call plainly if there is nothing to cut."""
+        # Plain, or plan
         lanes = self.lanes.all
         gains_nothing = len(lanes) == 1 and self._stays_on_cpu
         if gains_nothing or not self._is_ready():
@@ -120,16 +130,20 @@ class WorkerSession:
         is_uncut = len(plan.sizes) == 1
         if is_uncut and self._stays_on_cpu and all(map(_is_on_cpu, flat.leaves)):
             return self.run_plainly(entry, args, kwargs)
+
+        # Scatter and apply
         self.refuse_gradients(args, kwargs)
         form = self._form(entry.method, is_whole=False)
         columns = plan.columns(flat, copy=False)
         shards = [plan.place(flat, columns, index, _CPU) for index in range(len(plan.sizes))]
-        # Several workers get copies of the arguments that stay whole: writes could not be joined
+        # Several workers get a copy of each whole argument, and their writes cannot be joined
         shares_arguments = not is_uncut and None in plan.dims
         versions = plan.read_versions(flat) if shares_arguments else []
         outputs = self._apply(entry, form, shards, plan)
         if versions and versions != plan.read_versions(flat):
             raise ShardError(WRITTEN_WHOLE)
+
+        # Gather
         loans = [shard.loan for shard in shards]
         device = self._output_device(flat.leaves)
         borrowed = plan.find_borrowed(flat, (args, kwargs), loans)
@@ -152,7 +166,10 @@ class WorkerSession:
         sizes: tuple[int, ...],
         device: torch.device | None,
     ) -> list[Any]:
-        """Join new entries of the caller's containers, and return outputs with marked arguments."""
+        """Join the changes of the caller's containers.
+
+        Return the outputs with marks in the places of arguments.
+        """
 
         def join_entries(values: Sequence[Any], place: Any, key: Any) -> Any:
             return join(values, sizes, rules_of_entries(self.rules, place, key), device)
@@ -163,20 +180,21 @@ class WorkerSession:
         borrowed.join_changes(join_entries, device, outputs, join_outputs)
         if self.rules.join == "list":  # each output stays as its worker returned it
             return outputs
-        return [*map(borrowed.mark_returned, outputs, range(len(outputs)))]
+        return [borrowed.mark_returned(output, index) for index, output in enumerate(outputs)]
 
     def _apply(
         self, entry: Entry, form: Form, shards: Sequence[Shard], plan: ShardPlan
     ) -> list[Any]:
         """Run the shards at the same time, and return their outputs.
 
-        All have ended when an error is raised.
+        An error is raised once all have ended, but Ctrl-C at once.
         """
         parts = [WorkerCall(tuple(shard.args), dict(shard.kwargs)) for shard in shards]
+        requests = [Request(form) for _ in parts]
         outputs: list[Any] = []
         errors: list[tuple[int, BaseException]] = []
-        for part, rows in zip(parts, plan.sizes, strict=True):
-            part.request = request = Request(form)
+        for part, request, rows in zip(parts, requests, plan.sizes, strict=True):
+            part.request = request  # also if `_add` fails
             try:
                 self._add(request, part, entry, rows)
                 self.lanes.post(request)
@@ -187,18 +205,16 @@ class WorkerSession:
                 self.lanes.wait(part.done)
                 outputs.append(part.load())
             except BaseException as error:
-                # A model in a worker may raise KeyboardInterrupt too. Its part has ended
+                # A model in a worker may raise KeyboardInterrupt too: then its part has ended
                 is_of_caller = not (isinstance(error, Exception) or part.done())
                 if is_of_caller:
-                    raise  # Ctrl-C leaves at once
+                    raise
                 errors.append((index, error))
         if errors:
             outputs.clear()
-            # A part that could not be sent has no lane: its own one stands for it
-            lanes = [
-                own if part.request is None or part.request.lane is None else part.request.lane
-                for part, own in zip(parts, self.lanes.all, strict=False)
-            ]
+            # A part that could not be sent has no lane. The message names the lane of its index
+            pairs = zip(requests, self.lanes.all, strict=False)  # there may be fewer parts
+            lanes = [request.lane or lane for request, lane in pairs]
             raise_first_failure(errors, len(parts), lanes, plan.describe)
         self._count(parts)
         self.shards = plan.sizes
@@ -207,10 +223,10 @@ class WorkerSession:
     # Whole calls, each in one lane
 
     def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        """Run a call whole in one lane.
+        """Run a call whole in one lane, and return a future of its output.
 
         Raises:
-            UnsendableError: If an argument cannot be pickled.
+            UnsendableError: If an argument, or the target, cannot be pickled.
             SessionError: If the call needs gradients, or the block is closed.
         """
         form = self.get_ready(entry.method)
@@ -222,7 +238,7 @@ class WorkerSession:
             return make_failed_future(error)
 
     def get_ready(self, method: str | None, prepare: Prepare | None = None) -> Form | None:
-        """Return what whole calls of a method share; None if they must run plainly.
+        """Return the form of whole calls of a method; None if they must run plainly.
 
         Raises:
             SessionError: If the lanes are closed.
@@ -238,7 +254,7 @@ class WorkerSession:
         return None
 
     def open_stream(self, entry: Entry, prepare: Prepare | None, size: StreamSize) -> WorkerStream:
-        """Return what starts the batches of one stream."""
+        """Return the starter of the batches of one stream."""
         return WorkerStream(self, entry, prepare, size)
 
     def run_plainly(
@@ -248,17 +264,20 @@ class WorkerSession:
         kwargs: dict[str, Any],
         prepare: Prepare | None = None,
     ) -> Any:
-        """Run a call in the caller's thread, one at a time; in a lane if only workers have it."""
+        """Run a call in the caller's thread, one at a time.
+
+        A target from `build` runs in a lane: only workers have the model.
+        """
         if isinstance(self.target, Build) and self._is_ready():
             return self._send(entry, args, kwargs, self._form(entry.method, prepare)).result()
         record = None
-        rows = lane = None  # the call is no lane's: its span is on the caller's track
-        if self.recorder.traces and here.lane is None:  # a lane's own span has it already
+        if self.recorder.traces and here.lane is None:  # the span of a lane covers calls in it
+            rows = None
             record = partial(self.recorder.record, entry.method, entry.batch, rows)
         if prepare is not None:
             args, kwargs = as_call(prepare(*args))
-        # A call within a lane must not wait for a caller that may wait for this lane. After
-        # `close`, calls are the target's own, and need no order
+        # A call within a lane must not wait: the caller that has the lock may wait for this lane.
+        # After `close`, calls are the target's own, and need no order
         needs_no_lock = self._is_closed or here.lane is not None
         with nullcontext() if needs_no_lock else self._plain_lock:
             if self._is_ready():
@@ -266,6 +285,7 @@ class WorkerSession:
             # Calls of the block that the target itself makes are part of this one
             before, here.lane = here.lane, self.lanes.all[0]
             try:
+                lane = None  # the span is on the caller's track
                 output = record_call(record, lane, entry.plain, *args, **kwargs)
             finally:
                 here.lane = before
@@ -275,7 +295,7 @@ class WorkerSession:
         return output if self.rules.keep_single else join([output], _ONE_SHARD, self.rules)
 
     def add_whole(self, request: Request, call: WorkerCall, entry: Entry) -> None:
-        """Put a whole call into a message.
+        """Add a whole call to a message.
 
         Raises:
             UnsendableError: If an argument cannot be pickled.
@@ -283,18 +303,18 @@ class WorkerSession:
         """
         self.refuse_gradients(call.args, call.kwargs)
         cutter = self.cutters[entry.method]
-        rows = None  # unknown if the worker computes the arguments
+        rows = None  # not known before `prepare` has computed the arguments in the worker
         if request.form.prepare is None:
-            if not call.kwargs and all(type(each) is torch.Tensor for each in call.args):
-                rows = cutter.rows(call.args)  # without a walk through containers
+            if call.is_simple:
+                rows = cutter.rows(call.args)
             else:
                 plan, _ = cutter.whole(call.args, call.kwargs or {})
                 rows = plan.rows
         self._add(request, call, entry, rows)
 
     def finish(self, output: Any, call: WorkerCall) -> Any:
-        """Return the caller's output of a whole call, and count the call."""
-        device = self._output_device(())  # arguments of a whole call do not count, as in threads
+        """Return the caller's output from that of the worker, and count the call."""
+        device = self._output_device(())  # whatever the device of the arguments, as in threads
         if device is not None or not self.rules.keep_single:
             output = join([output], _ONE_SHARD, self.rules, device)
         self._count([call])
@@ -303,10 +323,10 @@ class WorkerSession:
     def _send(
         self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], form: Form
     ) -> Future[Any]:
-        """Send a whole call to the lane with the fewest messages, or keep it until it has room."""
+        """Send a whole call to the lane with the fewest messages, once it has room."""
         request, call = Request(form), SubmittedCall(args, kwargs, self.finish, self.lanes)
         self.add_whole(request, call, entry)
-        # The lock of a future is code of Python: Ctrl-C after it was taken would keep it
+        # Futures take their lock in code of Python, where Ctrl-C could keep it
         held = HeldSignals(wake=do_nothing)
         try:
             self.lanes.post(request)
@@ -328,7 +348,7 @@ class WorkerSession:
     # The block
 
     def cancel(self) -> None:
-        """Drop submitted calls that have not started, and end the workers, also within a call."""
+        """End the workers, also within a call. Calls without an answer are cancelled, or fail."""
         self.lanes.end()
 
     def renew(self) -> None:
@@ -336,16 +356,13 @@ class WorkerSession:
         self._model.renew()
 
     def close(self) -> None:
-        """Let the lanes finish, and end them. A call in flight finishes too.
-
-        May be called again.
-        """
+        """Wait for the calls in flight, and end the workers. May be called again."""
         self._is_closed = True
         atexit.unregister(self._end)
-        is_first = self._end.detach() is not None
+        is_first = self._end.detach() is not None  # one thread alone gets the finalizer
         if is_first and self.lanes.are_here:
-            # A callback has a lane too (`WorkerLanes._end_requests`). It runs in the thread that
-            # receives, and cannot wait for it
+            # The thread that runs callbacks has a lane too (`WorkerLanes._receive_for_futures`). It
+            # receives answers, and must not wait for itself
             if here.lane not in self.lanes.all:
                 self.lanes.wait(self.lanes.is_idle)
             self.lanes.end()
@@ -363,20 +380,21 @@ class WorkerSession:
         )
 
     def trace(self, path: str | Path) -> Trace:
-        """Return a recorder of the calls of each lane."""
+        """Return a recorder of the calls of all lanes, which writes `path`."""
         return Trace(self.recorder, self.lanes.all, path)
 
     # Messages
 
     def _is_ready(self) -> bool:
-        """True if a call of this thread may go to the lanes: not in a callback, or when closed."""
+        """True if a call of this thread may go to the lanes, and need not run plainly."""
+        # `here.lane` is None outside of lanes and callbacks
         is_open = here.lane is None and not self._is_closed and self.lanes.are_here
         return is_open and not must_run_plainly(self._backend) and self._model.is_ready()
 
     def _form(
         self, method: str | None, prepare: Prepare | None = None, *, is_whole: bool = True
     ) -> Form:
-        """Start the workers, and return what the calls of one message share, with the model of now.
+        """Start the workers. Return the form of calls with the model and the modes as they are now.
 
         Raises:
             UnsendableError: If the target, or `prepare`, cannot be pickled.
@@ -384,7 +402,7 @@ class WorkerSession:
         """
         modes, packed = Modes.capture(self._backend.type), None
         if prepare is not None:
-            # The survey refuses what lanes in threads cannot copy. Workers get copies by pickle
+            # The survey refuses objects that lanes in threads cannot copy. Workers get pickles
             with suppress(ReplicaError):
                 refuse_generators(Survey(prepare), "prepare")
             packed = pack(prepare, "prepare").to_bytes()
@@ -394,12 +412,14 @@ class WorkerSession:
         return Form(pack_modes(modes), modes.inference, method, is_whole, packed, model)
 
     def _add(self, request: Request, call: WorkerCall, entry: Entry, rows: int | None) -> None:
+        """Add a call to a message, with its row count; None if it is not known."""
         call.rows = rows or 0
         if self.recorder.traces:
             call.record = partial(self.recorder.record, entry.method, entry.batch, rows)
         request.add(call)
 
     def _count(self, parts: Sequence[WorkerCall]) -> None:
+        """Count the parts as one call."""
         with self._counting:
             self._calls += 1
             for part in parts:
@@ -407,20 +427,26 @@ class WorkerSession:
                     part.request.lane.rows += part.rows
 
     def _output_device(self, leaves: Sequence[Any]) -> torch.device | None:
-        """Return where outputs go; None if they are there already, on the CPU."""
+        """Return the device that outputs are moved to; None for the CPU, where they arrive.
+
+        Without one in the options or the model, it is that of the first tensor of the arguments.
+        """
         device = self.output_device or self._model.home
-        if device is None:
-            devices = (device_of(leaf) for leaf in leaves)
-            device = next((each for each in devices if each is not None), _CPU)
+        for leaf in leaves:
+            device = device or device_of(leaf)
         return None if device == _CPU else device
 
 
 def _find_object(origins: Mapping[int, Any], value: Any) -> Any:
-    """Return the caller's object that a worker has returned; None for tensors, which are others."""
+    """Return the caller's object whose copy a worker has returned; None for another object.
+
+    None for a tensor too: the worker returned a new one.
+    """
     return None if isinstance(value, torch.Tensor) else origins.get(id(value))
 
 
 def _is_on_cpu(leaf: Any) -> bool:
+    """True for a tensor on the CPU, and for a value without a device."""
     if isinstance(leaf, WholeLeaf):  # its tensors may be anywhere
         return False
     return getattr(leaf, "is_cpu", True)
@@ -432,8 +458,8 @@ def _is_on_cpu(leaf: Any) -> bool:
 class StreamCall(WorkerCall):
     """A batch of a stream. Its output is loaded when it is read.
 
-    It refers to the stream weakly: the generator holds the stream, and a message in flight must not
-    keep the block alive.
+    It refers to the stream weakly: the generator of the outputs holds the stream, and a message in
+    flight must not keep the block alive. `tell` takes the call at its end.
     """
 
     __slots__ = ("_stream",)
@@ -457,7 +483,7 @@ class StreamCall(WorkerCall):
         return stream.read(self)
 
     def cancel(self) -> bool:
-        """Drop the batch, unless a worker has it."""
+        """Drop the batch, unless its chunk was sent."""
         self.is_cancelled = True
         return True
 
@@ -475,9 +501,10 @@ class WorkerStream:
         self._prepare = prepare
         self._size = ChunkSize(len(lanes.all), size, retries=lanes.retries, each_ns=lanes.each_ns)
         self.most = self._size.most
-        self._form: Form | None = None
+        self._form: Form | None = None  # from the first batch on
         self._chunk: Request | None = None  # the open chunk, which gets further batches
-        self._looked_at = self._read_at = 0  # when, as ``perf_counter_ns``
+        # The times of the last look for answers, and of the last output that was read
+        self._looked_at = self._read_at = 0
 
     # The interface of streams
 
@@ -511,8 +538,8 @@ class WorkerStream:
     def has_room(self, unread: int, has_output: bool) -> bool:
         """True if the stream may read another batch before the caller gets an output.
 
-        An output that has arrived waits until the workers have enough to do, but not for a slow
-        source.
+        An output that has arrived waits until the workers have enough messages, but not for a slow
+        source. `unread` is the number of batches whose outputs were not read.
         """
         now = perf_counter_ns()
         self._look(now)
@@ -526,7 +553,7 @@ class WorkerStream:
     def flush(self) -> None:
         """Send the open chunk, which gets no more batches."""
         chunk, self._chunk = self._chunk, None
-        if chunk is not None and chunk.calls:  # else its only batch could not be sent
+        if chunk is not None and chunk.calls:  # it has none if its only batch could not be packed
             self._lanes.post(chunk)
 
     def wait_for(self, is_done: Callable[[], bool]) -> None:
@@ -543,11 +570,12 @@ class WorkerStream:
         return 1
 
     def end(self) -> None:
-        """Do nothing: workers read the model when a stream begins."""
+        """Do nothing: workers got the model when the stream began."""
 
     # Chunks and outputs
 
     def _open(self, form: Form) -> Request:
+        """Open a chunk."""
         batches = self._size.open(self._lanes.each_ns)
         # The caller may change a batch while the chunk waits for others: the packer copies it
         copies_up_to = 0 if batches == 1 else MOST_BYTES

@@ -43,26 +43,28 @@ class Written(NamedTuple):
 
 
 class PickledContents:
-    """The contents of objects of unknown classes among arguments, which cannot be given back.
+    """The contents of objects of unknown classes in the arguments of one call, before the call.
 
-    They are compared by their pickles, with tensors, classes, and functions by identity. An object
-    that plain pickle cannot handle, such as a lock, is not compared.
+    Writes into them cannot return to the caller. Their pickles before and after the call are
+    compared; these have the identities of tensors, classes, and functions. An object that plain
+    pickle cannot handle, such as a lock, is not compared.
     """
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self._values = [leaf for leaf in leaves if not (_is_known(leaf) or is_plain_value(leaf))]
         self._returned = {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        self._met: list[Any] = []  # alive, so that no later object has the identity of one of them
+        # Objects that are pickled as their identities. Kept alive: no new object gets one of these
+        self._met: list[Any] = []
         self._before = self._read()
 
     def check(self) -> None:
-        """Raise SessionError if an object has other contents."""
+        """Raise SessionError if an object has other contents than before the call."""
         now = self._read()
         if now == self._before:
             return
         again = self._read()
         for before, after, still in zip(self._before, now, again, strict=True):
-            # A class may make new parts each time that it is pickled: then nothing is known
+            # A class may make new parts each time that it is pickled: that shows no write
             is_comparable = after == still
             if is_comparable and before != after:
                 raise SessionError(_INTO_OTHERS)
@@ -75,7 +77,7 @@ class PickledContents:
         try:
             _Pickler(stream, self._met, self._returned).dump(value)
         except Exception:  # noqa: BLE001 (classes may raise anything)
-            return None
+            return None  # not compared
         return stream.getvalue()
 
 
@@ -84,7 +86,10 @@ def _is_known(leaf: Any) -> bool:
 
 
 class _Pickler(IdentityPickler):
-    """Pickles tensors as their identities, with versions if they do not return to the caller."""
+    """Pickles tensors as their identities; with their versions, unless `returned` has them.
+
+    Writes into the tensors of `returned` return to the caller.
+    """
 
     def __init__(self, stream: io.BytesIO, met: list[Any], returned: Container[int]) -> None:
         super().__init__(stream, met, torch.Tensor)
@@ -98,22 +103,21 @@ class _Pickler(IdentityPickler):
 
 
 def write_back(written: Written, given: Given) -> None:
-    """Do to the caller's arguments what a call has done to those of the worker.
+    """Repeat the writes of a call in the caller's arguments.
 
     Raises:
         SessionError: If an argument has other leaves or shapes here than in the worker.
     """
-    leaves = given.leaves
-    if len(leaves) != len(written.tensors):
+    if len(given.leaves) != len(written.tensors):
         raise SessionError(_INTO_OTHER_PARTS)
-    pairs = [
-        (leaf, value)
-        for leaf, value in zip(leaves, written.tensors, strict=True)
-        if value is not None
-    ]
+    pairs = []
     # All are checked before the first write
-    if not all(getattr(leaf, "shape", None) == value.shape for leaf, value in pairs):
-        raise SessionError(_INTO_OTHER_PARTS)
+    for leaf, value in zip(given.leaves, written.tensors, strict=True):
+        if value is None:
+            continue
+        if getattr(leaf, "shape", None) != value.shape:
+            raise SessionError(_INTO_OTHER_PARTS)
+        pairs.append((leaf, value))
     for leaf, value in pairs:
         # Torch writes into an inference tensor in inference mode only
         with torch.inference_mode(leaf.is_inference()), torch.no_grad():
