@@ -1,4 +1,4 @@
-"""Choose the NeuronCore runtime of this process. It is made on first use and then kept."""
+"""Choose the NeuronCore runtime of this process. The first use makes it, and all others get it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PACKAGES = {
 }
 _INDEX = "https://pip.repos.neuron.amazonaws.com"
 
-# Of `_chosen`: threads that need the runtime at the same time load it once. If that fails, the next
-# thread tries again
+# Guards `_chosen`: threads that need the runtime at the same time load it once. If that fails, the
+# next thread tries again. Reentrant: the import of a vendor's package may call `runtime`
 _choosing = threading.RLock()
 _chosen: NeuronRuntime | None = None
 
@@ -99,6 +99,7 @@ def _find_installed() -> str:
 
 
 def _load(name: str) -> NeuronRuntime:
+    """Make the runtime of a name. Its constructor imports the vendor's package."""
     if name not in _RUNTIMES:
         msg = (
             f"PARAWRAP_NEURON_RUNTIME={name!r} is not a known runtime. Set it to one of "

@@ -1,7 +1,4 @@
-"""The session of a model on NeuronCores.
-
-It is the engine's, with lanes that each use a copy of the model on one core.
-"""
+"""The session of a model on NeuronCores: the engine's, with lanes that each use one core."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ from parawrap.neuroncores._neuron_cores import NeuronCore, find_runs
 from parawrap.neuroncores._runtime import not_traced
 
 LANES_PER_CORE = 2
-"""One lane runs while the other copies its input.
+"""The core computes for one lane while the other one copies its input.
 
-Also the default of num_workers in torch_neuronx.DataParallel.
+It is also the default of num_workers in torch_neuronx.DataParallel.
 """
 
 _CPU = torch.device("cpu")
@@ -36,13 +33,14 @@ _CPU = torch.device("cpu")
 class Placement:
     """The copies of compiled models on some cores, and the rows that each core gets of a call.
 
-    A run of consecutive cores is loaded in one call and shares one copy, which uses these cores in
-    turn.
+    Consecutive cores share one copy, which uses them in turn. The placement owns the copies from
+    the first call of `copies_in_lanes` until `unload`. One thread at a time calls these.
 
     Attributes:
         cores: The cores, in the given order.
         compiled: The number of rows of an inference; None if it is not known.
-        split_size: The largest number of rows that a core gets at once. None is whole inferences.
+        split_size: The largest number of rows that a core gets at once. With None, calls are cut
+            into whole inferences.
         why_fixed: The reason why a core must get exactly the compiled number of rows; None with
             dynamic batching.
 
@@ -60,9 +58,10 @@ class Placement:
         split_size: int | None = None,
     ) -> None:
         self._runtime = runtime()
-        signature = None  # of a function around compiled models, for example
+        signature = None  # stays so for a function around compiled models
         if isinstance(model, torch.nn.Module):
             signature = self._runtime.signature(model)
+        # `range`, because `dim` may be of any type
         if signature is not None and dim not in range(-signature.most_dims, signature.most_dims):
             msg = (
                 f"dim={dim!r} is out of range: the model is compiled for inputs with at most "
@@ -74,18 +73,17 @@ class Placement:
         self.split_size = split_size
         self.why_fixed: str | None = None
         if not dynamic:
-            self.why_fixed = "it is off"
+            self.why_fixed = "it is off"  # ends a sentence about dynamic batching
         elif dim != 0:
             self.why_fixed = f"dynamic batching is off because dim={dim}: it works only on dim 0"
         self._dim = dim
-        self._parts: list[torch.nn.Module] = []  # the compiled models that are loaded
+        self._parts: list[torch.jit.ScriptModule] = []  # the compiled models that are loaded
         self._copies: list[list[torch.nn.Module]] = []  # for each core, the copies of the parts
 
     def copies_in_lanes(self, lanes: int, survey: Survey) -> list[dict[int, Any]]:
         """Return, for each lane, the copies of compiled models on its core, by the id of the model.
 
-        `survey.scripts` has the compiled models in the target. Load them if they are others than at
-        the last call.
+        Load the compiled models of the target if they are others than at the last call.
 
         Raises:
             ReplicaError: If the target has no part compiled for NeuronCores.
@@ -93,27 +91,26 @@ class Placement:
         """
         if not survey.scripts:
             raise not_traced(survey.target)
-        if self._parts != [*survey.scripts]:
-            # First: both models at once may not fit into the memory of a core
+        parts = [*survey.scripts]
+        if self._parts != parts:
+            # First: the old and the new models may not fit into the memory of a core together
             self.unload()
-            self._copies = self._load(survey.scripts)
+            self._copies = self._load(parts)
             # Last: if loading fails, the next call tries again
-            self._parts = [*survey.scripts]
-        on_cores = []
-        for copies in self._copies:
-            pairs = zip(self._parts, copies, strict=True)
-            on_cores.append({id(part): copied for part, copied in pairs})
+            self._parts = parts
+        ids = [*map(id, parts)]
+        on_cores = [dict(zip(ids, copies, strict=True)) for copies in self._copies]
         return [on_cores[lane % len(self.cores)] for lane in range(lanes)]
 
     def unload(self) -> None:
-        """Drop the copies. Their memory on the cores is free when no call uses them any more."""
+        """Drop the copies. The runtime frees their memory on the cores after the last call."""
         self._parts, self._copies = [], []
 
     def cut(self, rows: int, lanes: int) -> tuple[int, ...]:
         """Return the sizes of a call's parts. There may be more parts than lanes.
 
-        If the compiled number of rows is known, sizes are multiples of it, so that only the last
-        inference is filled up.
+        If the compiled number of rows is known, all sizes but the last are multiples of it, so that
+        only the last inference is filled up.
 
         Raises:
             ShapeError: If dynamic batching is off, and a core would not get the compiled number of
@@ -132,31 +129,38 @@ class Placement:
         return sizes_in_units(rows, max(lanes, len(self.cores)), self.compiled)
 
     def _load(self, parts: Sequence[torch.jit.ScriptModule]) -> list[list[torch.nn.Module]]:
+        """Return the copies of the parts for each core, with dynamic batching unless it is off.
+
+        If a part cannot have dynamic batching, turn it off: set `why_fixed`.
+        """
         on_core: dict[int, list[torch.nn.Module]] = {}
+        # The runtime loads consecutive cores in one call
         for start, count in find_runs(core.index for core in self.cores):
             copies = self._runtime.load(parts, start, count)
-            on_core.update(dict.fromkeys(range(start, start + count), copies))
-            if self.why_fixed is not None:
-                continue
-            try:
-                for copied in copies:
-                    self._runtime.dynamic_batch(copied)
-            except ShapeError as error:  # the model then takes the compiled size only
-                self.why_fixed = error.message
+            for index in range(start, start + count):
+                on_core[index] = copies
+            if self.why_fixed is None:
+                try:
+                    for copied in copies:
+                        self._runtime.dynamic_batch(copied)
+                except ShapeError as error:
+                    self.why_fixed = error.message
         return [on_core[core.index] for core in self.cores]
 
     def _cut_exactly(self, rows: int) -> tuple[int, ...]:
         """Return the sizes without dynamic batching: the compiled row count for each inference.
 
-        By default, each core has one inference. With `split_size`, a call has as many as fit.
+        By default, each core has one inference. With `split_size`, a call has one for each of its
+        parts.
         """
         cores = len(self.cores)
-        # If the compiled count is not known, equal parts are taken to have it
+        # If the compiled count is not known, it is taken to be that of equal parts
         each = self.compiled or self.split_size or rows // cores
-        parts = cores if self.split_size is None else rows // each
-        has_other_split_size = self.split_size is not None and self.split_size != each
+        parts, has_split_size = cores, True
+        if self.split_size is not None:
+            parts, has_split_size = rows // each, self.split_size == each
         is_exact = rows > 0 and rows == each * parts
-        if is_exact and not has_other_split_size:
+        if is_exact and has_split_size:
             return (each,) * parts
         needed = f"the same number. Pass a multiple of {cores}"
         if self.compiled:
@@ -175,8 +179,8 @@ class CoreSession(Session):
     """The calls of a model on NeuronCores, until `close`. Thread-safe.
 
     Several lanes feed each core: one lane copies its input while the core computes for another. The
-    constructor loads the compiled parts of the model; ordinary modules around them are replicated
-    as on any device.
+    constructor loads the compiled parts of the model. Each lane has a replica of the ordinary
+    modules around them, as on any device.
     """
 
     def __init__(
@@ -191,7 +195,7 @@ class CoreSession(Session):
     ) -> None:
         cores = placement.cores
         lanes = lanes or LANES_PER_CORE * len(cores)
-        # In turn: as many lanes for each core, or one more for the first ones
+        # Lane i feeds core ``i % len(cores)``
         labels = [str(cores[lane % len(cores)]) for lane in range(lanes)]
         super().__init__(
             target,
@@ -206,39 +210,38 @@ class CoreSession(Session):
         self.refresh()  # now, so that a model that does not fit is refused before the first call
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call: cut it, run its parts in the lanes, and join their outputs.
-
-        Or run it on one core.
-        """
+        """Cut a call, run its parts in the lanes, and join their outputs; or run it on one core."""
         if self.is_ready():
             return super().call(entry, args, kwargs)
         return self.run_plainly(entry, args, kwargs)
 
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call whole in this thread: in a lane on its core, and elsewhere on the first core.
+        """Run a call whole: within a lane on the core of the lane, and elsewhere on the first core.
 
         After `close`, and while a layer around the compiled model has no shape yet, run the model
-        itself, which is on none.
+        itself, on no core.
         """
         lane = here.lane
         state = self.replicas.state
-        # A lane of this session, not of another one, once the model has its replicas
+        # The lane of this thread may be one of another session
         if lane is not None and lane in self.lanes.all and state.replicas:
             return entry.of(state.replicas[lane.index].target)(*args, **kwargs)
         if not self.lanes.is_alive or state.survey.is_lazy:
             return entry.plain(*args, **kwargs)
-        # As for cut calls: those of several threads wait for each other
+        # One call at a time uses all lanes, as in cut calls
         with self._lock:
             self.plain_calls += 1
             outputs = self.apply_replicas(entry, [args], [kwargs])
         if self.rules.keep_single:
             return outputs[0]
-        return join(outputs, (1,), self.rules)  # torch makes a vector of one 0-d output too
+        # The rules of torch make a vector of a single 0-d output too
+        return join(outputs, (1,), self.rules)
 
     def close(self) -> None:
         """Let the lanes finish, end them, and free the memory of the cores."""
-        super().close()  # first: the lanes still use the copies
+        super().close()  # first: until then, lanes use the copies
         self.placement.unload()
 
     def _is_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return False  # the model itself is on no core
+        """False: a call of one part is not run with the model itself, which is on no core."""
+        return False

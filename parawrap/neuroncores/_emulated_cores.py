@@ -1,13 +1,13 @@
 """A double of the vendor's runtime, for machines without NeuronCores: models run on the CPU.
 
-A compiled model is a traced module that checks its inputs. A copy on a core also takes the lock of
-the core, and at least the latency of an inference. Nothing imitates the vendor's files, memory, or
-operators.
+A compiled model is a traced module that checks its inputs. A call of a copy on a core also takes
+the lock of the core, and at least the latency of an inference. Nothing imitates the vendor's files,
+memory, or operators.
 
 There are two traces. The inner one is of the model, on a flat list of tensors. The outer one
 restores the structure of inputs and outputs. Between them is a script, because a trace has no
-conditions. TorchScript reads annotations such as ``List[Tensor]`` alone, so this file does not
-postpone them.
+conditions. TorchScript reads annotations such as ``List[Tensor]``, but no postponed ones, so this
+file does not import ``annotations``.
 """
 
 import copy
@@ -42,10 +42,16 @@ from parawrap.tree import TreeSpec, flatten, unflatten
 class _EmulatedProgram(torch.nn.Module):
     """A model from a list of tensors to a list of tensors of fixed shapes and dtypes.
 
-    `inputs` and `outputs` have the shapes and dtypes that the model is compiled for. With
-    `dynamic`, a call may have any number of rows: each inference gets the compiled number, and the
-    last one is filled up with rows of the batch, never with zeros. Outputs of these rows are
-    dropped.
+    A call without dynamic batching is one inference.
+
+    Attributes:
+        function: The model.
+        inputs: Tensors of the shapes and dtypes that the model is compiled for.
+        outputs: Tensors of the shapes and dtypes that it then returns.
+        dtypes: The dtypes of `inputs` as text, for messages.
+        dynamic: True with dynamic batching. A call may then have any number of rows: the last
+            inference is filled up with rows of the batch, never with zeros. Their outputs are
+            dropped.
     """
 
     inputs: List[Tensor]
@@ -91,7 +97,8 @@ class _EmulatedProgram(torch.nn.Module):
                 has_shape = has_rows_of_first and tensor.size()[1:] == spec.size()[1:]
             fits = has_shape and tensor.dtype == spec.dtype and tensor.is_cpu
             if not fits:
-                # TorchScript raises one class for all: `_OnCores` makes a ShapeError of this text
+                # TorchScript raises torch.jit.Error for any error. `_OnCores` makes a ShapeError of
+                # one with this text
                 msg = (
                     f"ShapeError: input {i} is {tensor.size()}, but the model is compiled for "
                     f"{spec.size()}, as a CPU tensor of {self.dtypes[i]}. Convert it, or trace "
@@ -104,7 +111,11 @@ class _EmulatedProgram(torch.nn.Module):
 class _Flat(torch.nn.Module):
     """The model as a module from a list of tensors to a list of tensors.
 
-    A call notes `outputs`, and `gives`: their structure, for the trace around this one.
+    A call sets these attributes, for the trace around this one:
+
+    Attributes:
+        outputs: The outputs of the model.
+        gives: Their structure.
     """
 
     def __init__(self, model: Callable[..., Any], takes: TreeSpec) -> None:
@@ -114,9 +125,10 @@ class _Flat(torch.nn.Module):
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
         args, kwargs = unflatten(self._takes, tensors)
-        # Clones are part of the graph: each inference starts from the buffers as they were at the
-        # trace. A list, as `setattr` changes what `named_buffers` iterates
+        # The clones are part of the graph: each inference starts from the buffers as they were at
+        # the trace
         for module in self.modules():
+            # A list, because `setattr` changes the dict that `named_buffers` iterates over
             for name, buffer in [*module.named_buffers(recurse=False)]:
                 setattr(module, name, buffer.clone())
         self.outputs, self.gives = flatten(self.model(*args, **kwargs))
@@ -150,48 +162,44 @@ def _compile(
 ) -> torch.jit.ScriptModule:
     """Return a ScriptModule that only takes tensors of the examples' shapes and dtypes.
 
-    Either `args` or `kwargs` is empty, and `kwargs` keeps its order (`read_examples`).
+    Either `args` or `kwargs` is empty. The order of `kwargs` counts: see `read_examples`.
     """
     inputs, takes = flatten((args, kwargs))
     _refuse_others(inputs, "the example has")
     flat = _Flat(copy_for_trial(model), takes)
     with quiet_about_torchscript(), torch.inference_mode(mode=False), torch.no_grad():
         program = _compile_program(flat, inputs)
-        named = [
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in kwargs
-        ]
-        parameters = named or inspect_parameters(model)[: len(args)]
-        whole = _Compiled(program, flat.gives, parameters).eval()
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(name, kind) for name in kwargs]
+        if not kwargs:
+            parameters = inspect_parameters(model)[: len(args)]
+        compiled = _Compiled(program, flat.gives, parameters).eval()
         args, kwargs = unflatten(takes, [tensor.clone() for tensor in inputs])
-        return _trace_module(whole, (*args, *kwargs.values()))
+        return _trace_module(compiled, (*args, *kwargs.values()))
 
 
 def _compile_program(flat: _Flat, inputs: Sequence[Tensor]) -> torch.jit.ScriptModule:
-    """Return the model as a script that checks a list of tensors, and shares no memory with it."""
-    # Clones: the model may write its inputs, and here are the user's examples
+    """Return the program of a model. It shares no memory with the model."""
+    # Clones: the model may write into its inputs, which are the user's examples
     traced = _trace_module(flat, ([tensor.clone() for tensor in inputs],))
-    # `freeze` only takes modules in eval mode. The graph keeps the mode that the model had
+    # `freeze` takes modules in eval mode only. The graph keeps the mode of the model at the trace
     frozen: Any = torch.jit.freeze(traced.eval(), optimize_numerics=False)
-    function = torch.jit.load(save_to_memory(frozen))
-    program: torch.jit.ScriptModule = torch.jit.script(
-        _EmulatedProgram(function, inputs, flat.outputs)
-    )
-    return program
+    function = torch.jit.load(save_to_memory(frozen))  # with memory of its own
+    return torch.jit.script(_EmulatedProgram(function, inputs, flat.outputs))
 
 
 def _trace_module(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.jit.ScriptModule:
     """Return the graph of one call of a module."""
-    # The check of a trace runs the model again, and refuses random numbers. A strict trace refuses
-    # lists and dicts
-    traced: Any = torch.jit.trace(module, args, check_trace=False, strict=False)
-    script: torch.jit.ScriptModule = traced
-    return script
+    # The check of a trace would run the model again, and refuse random numbers. A strict trace
+    # would refuse lists and dicts
+    traced: torch.jit.ScriptModule = torch.jit.trace(module, args, check_trace=False, strict=False)
+    return traced
 
 
 def find_programs(model: torch.nn.Module) -> list[Any]:
     """Return the programs for emulated cores in a model."""
     scripts = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
-    # TorchScript keeps no class, only its name
+    # TorchScript keeps the name of a class, and no class
     return [script for script in scripts if script.original_name == _EmulatedProgram.__name__]
 
 
@@ -236,9 +244,14 @@ class CoreStats:
 
 
 class _Core:
-    """One core.
+    """One emulated core. Thread-safe.
 
-    It runs one inference at a time, takes at least `latency_s` for each, and counts them.
+    It runs one inference at a time, which takes at least `latency_s`.
+
+    Attributes:
+        inferences: The number of inferences since the last reset.
+        loads: The number of models that were loaded onto it since the last reset.
+        models: The models that are on it now. Weak: a model leaves with its last reference.
     """
 
     def __init__(self, latency_s: float) -> None:
@@ -246,7 +259,7 @@ class _Core:
         self.loads = 0
         self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._latency_s = latency_s
-        # Held for a whole inference, as a core runs one at a time. It protects `inferences` too
+        # Held for a whole inference. It guards `inferences` too
         self._lock = threading.Lock()
 
     def run(self, compiled: Callable[..., Any], args: Any, kwargs: Any, inferences: int) -> Any:
@@ -270,8 +283,8 @@ class _OnCores(torch.nn.Module):
         self._cores = cores
         shape = find_programs(compiled)[0].inputs[0].shape
         self._rows = shape[0] if shape else 0
-        # With the interpreter lock, next() is one step. Without it, two calls may get one core, and
-        # wait for its lock
+        # Without the interpreter lock, two threads may get the same number from `next`. One of them
+        # then waits for the lock of the core
         self._turns = itertools.count()
         for core in cores:
             core.loads += 1
@@ -281,13 +294,13 @@ class _OnCores(torch.nn.Module):
         core = self._cores[next(self._turns) % len(self._cores)]
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         rows = tensors[0].shape[0] if tensors and tensors[0].ndim else 0
-        # Several, if dynamic batching cuts the rows
+        # More than one if dynamic batching cuts the rows
         inferences = math.ceil(rows / self._rows) if self._rows else 1
         try:
             with torch.autocast("cpu", enabled=False):  # a compiled model keeps its dtypes
                 return core.run(self.compiled, args, kwargs, inferences)
         except torch.jit.Error as error:
-            # TorchScript raises one class for all errors. The text of a misfit names its class
+            # See `_EmulatedProgram.check`
             _, is_misfit, message = str(error).rpartition("ShapeError: ")
             if is_misfit:
                 raise ShapeError(message.strip()) from None
@@ -363,7 +376,7 @@ class NeuronHost(NeuronRuntime):
     def signature(self, model: torch.nn.Module) -> Signature | None:
         """Return the signature of a compiled model, also after saving or copying.
 
-        None for a module around one.
+        None for a module around a compiled model.
         """
         is_compiled = isinstance(model, (torch.jit.ScriptModule, _OnCores))
         programs = find_programs(model) if is_compiled else []
@@ -411,8 +424,8 @@ class NeuronHost(NeuronRuntime):
     def _cores(self) -> list[_Core]:
         """Return the cores that the process has now. They are created on first use."""
         with self._making:
-            # The environment may allocate more cores, or fewer, than at the last call. A core that
-            # was made keeps its models
+            # The environment may allocate another number of cores than at the last call. A core
+            # that was made keeps its models
             count = self.core_count()
             for _ in range(len(self._made), count):
                 self._made.append(_Core(self._latency_s))

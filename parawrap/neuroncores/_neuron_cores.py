@@ -16,7 +16,7 @@ _ADVICE = "Set NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES to allocate more c
 
 @dataclass(frozen=True, order=True, slots=True)
 class NeuronCore:
-    """One core, by its index within the process. ``str(NeuronCore(0))`` is "nc:0"."""
+    """A core, by its index within the process. ``str(NeuronCore(0))`` is "nc:0"."""
 
     index: int
 
@@ -25,11 +25,12 @@ class NeuronCore:
 
 
 def resolve_cores(devices: Any, visible: int) -> tuple[NeuronCore, ...]:
-    """Return the cores that `devices` names, out of the first `visible` cores of this process.
+    """Return the cores that `devices` names.
 
-    None means all of them.
-
-    An entry is an index or "nc:#", counted from zero within the process.
+    Args:
+        devices: An index, or "nc:#", counted from zero within the process; a sequence of these;
+            or None or "nc" for all cores.
+        visible: The number of cores of this process.
 
     Raises:
         DeviceListError: If `devices` is empty, names a core twice, or has an entry that is not a
@@ -51,12 +52,12 @@ def resolve_cores(devices: Any, visible: int) -> tuple[NeuronCore, ...]:
         )
         raise DeviceListError(msg)
     cores = tuple(NeuronCore(_read_index(entry)) for entry in entries)
-    twice = [core for place, core in enumerate(cores) if core in cores[:place]]
-    if twice:
+    repeated = [core for position, core in enumerate(cores) if core in cores[:position]]
+    if repeated:
+        shown = [*map(str, cores)]
         msg = (
-            f"{twice[0]} is named twice in {[str(core) for core in cores]}, but a core holds one "
-            "replica. Name each core once; num_workers of parawrap.neuron.DataParallel sets the "
-            "number of threads"
+            f"{repeated[0]} is named twice in {shown}, but a core holds one replica. Name "
+            "each core once; num_workers of parawrap.neuron.DataParallel sets the number of threads"
         )
         raise DeviceListError(msg)
     missing = [core for core in cores if core.index >= visible]
@@ -77,30 +78,34 @@ def resolve_cores(devices: Any, visible: int) -> tuple[NeuronCore, ...]:
 def find_runs(cores: Iterable[int]) -> list[tuple[int, int]]:
     """Return the runs of consecutive cores, each as (first core, length).
 
-    A runtime loads one run per call.
-
     >>> find_runs([0, 1, 2, 5, 7, 6])
     [(0, 3), (5, 3)]
     """
     runs: list[tuple[int, int]] = []
+    first = length = 0
     for core in sorted(cores):
-        first, length = runs[-1] if runs else (core, 0)
-        continues_run = bool(runs) and core == first + length
-        if continues_run:
-            runs[-1] = (first, length + 1)
+        if runs and core == first + length:
+            length += 1
+            runs[-1] = (first, length)
         else:
-            runs.append((core, 1))
+            first, length = core, 1
+            runs.append((first, length))
     return runs
 
 
 def _read_index(entry: Any) -> int:
-    """Return the index that one entry of a list names."""
-    entry = entry.index if isinstance(entry, NeuronCore) else entry
+    """Return the index of the core that an entry names.
+
+    Raises:
+        DeviceListError: If it names no core.
+    """
+    if isinstance(entry, NeuronCore):
+        return entry.index
     if isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0:
         return entry
     if isinstance(entry, str):
         kind, _, index = entry.partition(":")
-        # `isdecimal` alone is true for the digits of other scripts too
+        # `isdecimal` is true for the digits of other scripts too
         if kind.lower() in CORE_KINDS and index.isascii() and index.isdecimal():
             return int(index)
     # The repr of a torch.device does not look like an entry of the list

@@ -17,8 +17,8 @@ import torch
 
 from parawrap.errors import ReplicaError, ShapeError
 
-# Warning filters are per process. If two threads leave catch_warnings blocks in the wrong order,
-# one filter stays forever.
+# Warning filters are per process. If two threads left catch_warnings blocks in another order than
+# they entered them, a filter would stay forever. Reentrant: one such block may lie in another
 _filtering = threading.RLock()
 
 
@@ -30,10 +30,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Iterable[Any], outputs: Iterable[Any]) -> Signature:
-        """Return the signature of a call with these leaves.
-
-        Values other than tensors are left out.
-        """
+        """Return the signature of a call with these leaves, without values other than tensors."""
         return cls(_shapes_of(inputs), _shapes_of(outputs))
 
     @property
@@ -42,20 +39,14 @@ class Signature(NamedTuple):
         return max(map(len, self.inputs), default=0)
 
     def rows(self, dim: int) -> int | None:
-        """Return the compiled number of rows on `dim`, next to single rows.
-
-        None if the inputs disagree on it.
-        """
+        """Return the compiled number of rows on `dim`; None if the inputs disagree on it."""
         sizes = {shape[dim] for shape in self.inputs if -len(shape) <= dim < len(shape)}
         if len(sizes) > 1:
-            sizes.discard(1)  # an input of one row is the same for all rows of the others
+            sizes.discard(1)  # an input with one row goes with each row of the others
         return sizes.pop() if len(sizes) == 1 else None
 
     def why_fixed(self) -> str | None:
-        """Return the reason why the model only takes batches of the compiled size.
-
-        None if it takes any size.
-        """
+        """Return why the model takes only batches of the compiled size; None if it takes all."""
         if not self.inputs:
             return "it takes no tensors"
         rows_of_first = self.inputs[0][0] if self.inputs[0] else 0
@@ -79,8 +70,8 @@ def _shapes_of(leaves: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
 class NeuronRuntime(ABC):
     """Runs compiled models on NeuronCores. Thread-safe; one instance lives as long as the process.
 
-    Cores are numbered from zero within the process. The runtime runs one inference at a time on
-    each core. Several threads may call a model on a core at once.
+    Cores are numbered from zero within the process. Several threads may call a model on a core: the
+    runtime runs one inference at a time on each core.
     """
 
     name: str
@@ -88,10 +79,7 @@ class NeuronRuntime(ABC):
 
     @abstractmethod
     def core_count(self) -> int:
-        """Return the number of NeuronCores allocated to this process.
-
-        For the errors see `parawrap.neuron.core_count`.
-        """
+        """Return the number of NeuronCores of this process. For errors see `neuron.core_count`."""
 
     @abstractmethod
     def trace(
@@ -106,10 +94,7 @@ class NeuronRuntime(ABC):
 
     @abstractmethod
     def signature(self, model: torch.nn.Module) -> Signature | None:
-        """Return the shapes that the model was compiled for.
-
-        None if the runtime does not report them.
-        """
+        """Return the shapes that the model was compiled for; None if they are not known."""
 
     @abstractmethod
     def load(
@@ -117,8 +102,8 @@ class NeuronRuntime(ABC):
     ) -> list[torch.nn.Module]:
         """Return copies of models on the cores ``start .. start + count - 1``, loaded in one call.
 
-        A copy uses the cores in turn, one call each. The cores' memory is free again when the last
-        reference to the copy goes: the vendor documents no other way.
+        Each call of a copy uses the next of these cores. The memory of the cores is freed with the
+        last reference to the copy: the vendor documents no other way.
 
         Raises:
             DeviceUnavailableError, ValueError: If the process does not have these cores.
@@ -146,10 +131,10 @@ class NeuronRuntime(ABC):
                 ignore such a module.
             ShapeError: If a part cannot take other batch sizes. The message says why.
         """
-        parts = dict.fromkeys(_find_compiled(model))
+        parts = dict.fromkeys(_find_compiled(model))  # each once
         if not parts:
             raise not_traced(model)
-        # All of them, before the first one changes
+        # All parts are checked before the first one changes
         for part in parts:
             signature = self.signature(part)
             why = None if signature is None else signature.why_fixed()
@@ -198,9 +183,9 @@ def read_examples(
 ) -> tuple[tuple[Any, ...], OrderedDict[str, Any]]:
     """Return the arguments of the call that a trace records: positional ones or keywords.
 
-    As in torch.jit.trace, a tuple or list holds all arguments, and any other value is one. Keyword
-    arguments are in the order of the function's parameters, so flattening gives the same order as
-    for a positional call. A plain dict would be flattened in the order of its keys.
+    As in torch.jit.trace, a tuple or list holds all arguments, and any other value is the only one.
+    Keyword arguments are in the order of the function's parameters, and `flatten` keeps the order
+    of an OrderedDict. So the leaves have the order of a positional call.
 
     Raises:
         TypeError: If both are given, or a dict is given by position.
@@ -220,17 +205,14 @@ def read_examples(
             return tuple(example_inputs), OrderedDict()
         return (example_inputs,), OrderedDict()
     parameters = inspect_parameters(function)
-    order = {parameter.name: place for place, parameter in enumerate(parameters)}
+    names = [each.name for each in parameters if each.name in example_kwarg_inputs]
     # Names that only **kwargs takes come last, in the given order
-    names = sorted(example_kwarg_inputs, key=lambda name: order.get(name, len(order)))
+    names += [name for name in example_kwarg_inputs if name not in names]
     return (), OrderedDict((name, example_kwarg_inputs[name]) for name in names)
 
 
 def inspect_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a module or function.
-
-    An empty list if Python cannot inspect its signature.
-    """
+    """Return the parameters of a module or function; an empty list if Python cannot read them."""
     # The call of a module takes any arguments; those of `forward` have names
     called = function.forward if isinstance(function, torch.nn.Module) else function
     try:
@@ -243,16 +225,16 @@ def inspect_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def copy_for_trial(model: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of a module that shares its parameters: a trial call changes no state."""
     parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
-    # deepcopy takes objects in this dict for copies that it has made
+    # deepcopy takes the objects in this dict as copies that it has made
     copied = {id(parameter): parameter for parameter in parameters}
     return copy.deepcopy(model, copied)
 
 
 @contextmanager
 def quiet_about_torchscript() -> Iterator[None]:
-    """Hide the warning that torch.jit is deprecated: the vendor's compilers still use it.
+    """Hide the warning that torch.jit is deprecated, which the vendor's compilers use.
 
-    Only one thread at a time runs inside this block.
+    One thread at a time runs inside such a block.
     """
     with _filtering, warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)")

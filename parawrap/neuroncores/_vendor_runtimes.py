@@ -1,7 +1,7 @@
 """The vendor's runtimes: torch_neuronx on Inf2 and Trn instances, and torch_neuron on Inf1.
 
-They use only names that the vendor documents. A vendor's compiled model reports neither its shapes
-nor its cores, so `trace` records them here for as long as the model lives.
+They use only names that the vendor documents. A compiled model of the vendor does not report its
+shapes, so `trace` records them here for as long as the model lives.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from parawrap.neuroncores._runtime import (
 )
 from parawrap.tree import flatten
 
-# The vendor's placement context is per process: "using multiple core placement contexts from
-# multiple threads may not correctly place models" (PyTorch NeuronX NeuronCore Placement APIs).
+# One thread at a time places models: "using multiple core placement contexts from multiple threads
+# may not correctly place models" (PyTorch NeuronX NeuronCore Placement APIs)
 _placing = threading.Lock()
 
 _NO_TRACE = (
@@ -48,9 +48,9 @@ class _VendorRuntime(NeuronRuntime):
         self._vendor: Any = importlib.import_module(self.name)
         # Weak: a model that the user drops must free its memory on the core
         self._signatures: WeakKeyDictionary[torch.nn.Module, Signature | None] = WeakKeyDictionary()
-        # Traced with torch_neuron's option for dynamic batching
+        # The models that were traced with torch_neuron's option for dynamic batching
         self._dynamic: WeakSet[torch.nn.Module] = WeakSet()
-        self._cores_listed: int | None = None
+        self._cores_listed: int | None = None  # None until the vendor's tool has listed the cores
 
     def core_count(self) -> int:
         given = read_core_numbers()
@@ -68,10 +68,7 @@ class _VendorRuntime(NeuronRuntime):
         example_kwarg_inputs: Any = None,
         **compiler: Any,
     ) -> torch.jit.ScriptModule:
-        """Call the vendor's trace, after one run on the CPU that records the shapes of the outputs.
-
-        The vendor does not report them.
-        """
+        """Call the vendor's trace, after a run on the CPU that shows the shapes of the outputs."""
         args, kwargs = read_examples(model, example_inputs, example_kwarg_inputs)
         signature = _observe(model, args, kwargs)
         options = self._options(compiler, signature)
@@ -93,7 +90,7 @@ class _VendorRuntime(NeuronRuntime):
     def load(
         self, parts: Sequence[torch.jit.ScriptModule], start: int, count: int
     ) -> list[torch.nn.Module]:
-        """Load each model in the placement context: the most efficient way, as the vendor says."""
+        """Load each model in the placement context, the most efficient way for the vendor."""
         if any(map(find_programs, parts)):
             msg = (
                 "the model is compiled for emulated NeuronCores, but this process uses the "
@@ -102,7 +99,7 @@ class _VendorRuntime(NeuronRuntime):
             )
             raise DeviceUnavailableError(msg)
         context = self._find_documented("neuron_cores_context")
-        # Before the lock: only loading places a model
+        # Before the lock: only `torch.jit.load` places a model
         files = [save_to_memory(part) for part in parts]
         with _placing, quiet_about_torchscript(), context(start_nc=start, nc_count=count):
             loaded: list[torch.nn.Module] = [torch.jit.load(file) for file in files]
@@ -114,7 +111,7 @@ class _VendorRuntime(NeuronRuntime):
         return loaded
 
     def _options(self, compiler: dict[str, Any], signature: Signature | None) -> dict[str, Any]:
-        """Return the options for the vendor's trace."""
+        """Return the options for the vendor's trace, from those that the user gave."""
         return compiler
 
     def _find_documented(self, name: str) -> Any:
@@ -139,7 +136,7 @@ class TorchNeuronx(_VendorRuntime):
             raise DeviceUnavailableError(_NO_TRACE)
 
     def _make_dynamic(self, part: torch.jit.ScriptModule) -> None:
-        """Call the vendor's function. Its runtime cuts and fills the chunks."""
+        """Call the vendor's function: its runtime then cuts calls into inferences."""
         try:
             self._find_documented("dynamic_batch")(part)
         except (ValueError, RuntimeError) as error:
@@ -177,7 +174,7 @@ def _observe(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signa
     try:
         with torch.no_grad():
             returned = copy_for_trial(model)(*args, **kwargs)
-    # The model may have kernels for NeuronCores only. The vendor's trace reports mistakes
+    # Kernels of the model may exist for NeuronCores only. Mistakes are errors of the vendor's trace
     except Exception:  # noqa: BLE001
         return None
     return Signature.of(flatten((args, kwargs))[0], flatten(returned)[0])
