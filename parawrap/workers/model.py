@@ -99,6 +99,7 @@ class SentModel:
     def __init__(self, target: Any) -> None:
         is_module = isinstance(target, torch.nn.Module)
         self.target = target
+        self._is_build = isinstance(target, Build)  # then this process has no model
         self.home = home_of(target) if is_module else None
         self.refreshes = self.copied_bytes = 0
         self.parameters: list[torch.Tensor] = [*target.parameters()] if is_module else []
@@ -182,7 +183,13 @@ class SentModel:
     def _pack(self) -> Packed:
         """Return the packed target. Note the code in it, and what this code refers to."""
         sent: list[FunctionType | type] = []
-        value = {"model": self.target, "seed": self._seed, "dtype": torch.get_default_dtype()}
+        value = {
+            "model": self.target,
+            # Not for the worker to find out: it may get the class `Build` by value
+            "is_build": self._is_build,
+            "seed": self._seed,
+            "dtype": torch.get_default_dtype(),
+        }
         try:
             packed = pack(value, make_pickler=partial(_NotingPickler, sent))
         except UnsendableError as error:
@@ -201,8 +208,7 @@ class SentModel:
 
     def _survey_target(self, asked: Asked) -> ModelState[Any]:
         """Return the state of the target. Note the tensors that the state does not watch."""
-        is_build = isinstance(self.target, Build)  # then this process has no model
-        survey = Survey(None if is_build else self.target)
+        survey = Survey(None if self._is_build else self.target)
         refuse_generators(survey, "the model")
         # The second argument returns the copy of an object in a replica: here the object itself
         snapshot = Snapshot(survey.places, lambda owner: owner, is_model=True)
@@ -215,7 +221,7 @@ class SentModel:
             edition, snapshot, self._doubts, asked, sources=Sources(self._tensors)
         )
         self._function = None
-        has_model = is_build or survey.modules or self._tensors
+        has_model = self._is_build or survey.modules or self._tensors
         if not has_model:
             self._function = self._pack_function()
         # Writes into these give no new versions, so their values are compared

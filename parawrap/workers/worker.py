@@ -30,7 +30,7 @@ from parawrap.processes.outcomes import pack_exception, traceback_of
 from parawrap.processes.packing import Packer, restore
 from parawrap.processes.pickling import Packed, pack, unpack
 from parawrap.tree import WholeLeaf, flatten, unflatten
-from parawrap.workers.model import GENERATOR_STAYS, Build
+from parawrap.workers.model import GENERATOR_STAYS
 from parawrap.workers.writes import PickledContents, Written
 
 _CPU = torch.device("cpu")
@@ -189,7 +189,7 @@ class ModelServer:
     def _make_model(self, sent: dict[str, Any]) -> None:
         """Take the model that was sent, or build it, with the same seed in every worker."""
         target = sent["model"]
-        if isinstance(target, Build):
+        if sent["is_build"]:
             own = torch.initial_seed()
             # Workers have different seeds, for their random numbers, but the same weights
             seed_all(sent["seed"])
