@@ -12,8 +12,8 @@ from parawrap.functional._collectives import group_size, is_whole
 def average_params_grads(module: nn.Module, params: bool = False, grads: bool = True) -> None:
     """Replace gradients, parameters, or both by their mean over all ranks, in place.
 
-    The results are bit-identical on all ranks. Tensors of one dtype and device are copied into one,
-    for one collective. If only some ranks have a gradient for a parameter, the gradients of the
+    The results are bit-identical on all ranks. Tensors of one dtype and device travel in one
+    collective, as a copy. If only some ranks have a gradient for a parameter, the gradients of the
     other ranks count as zeros, as in DistributedDataParallel. With one rank, the function does
     nothing.
 
@@ -63,16 +63,17 @@ def _gradients_of(parameters: list[nn.Parameter]) -> list[Tensor]:
 
 
 def _has_mean(tensor: Tensor) -> bool:
+    """False for integers and bools, which stay as they are."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _add_zeros(parameters: list[nn.Parameter]) -> None:
     """Give a parameter a gradient of zeros if only other ranks have a gradient for it.
 
-    All ranks must bring the same gradients to the collective.
+    The collective needs the same tensors in all ranks.
     """
     has_gradient = [parameter.grad is not None for parameter in parameters]
-    # An integer, since not all backends reduce bools
+    # Integers: not all backends reduce bools
     is_used = torch.tensor(has_gradient, device=parameters[0].device).int()
     dist.all_reduce(is_used, dist.ReduceOp.MAX)
     for parameter, used in zip(parameters, is_used.tolist(), strict=True):
@@ -85,13 +86,13 @@ def _average(tensors: list[Tensor]) -> None:
 
     Tensors of one dtype and device share one collective.
     """
-    # In the order of the parameters, so that all ranks begin the same collectives.
+    # In the order of the parameters, so that all ranks begin the same collectives
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for alike in groups.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        flat.div_(group_size())  # before the sum, which may be too large for float16
+        flat.div_(group_size())  # before the sum, which could be too large for float16
         dist.all_reduce(flat)
         means = flat.split([tensor.numel() for tensor in alike])
         for tensor, mean in zip(alike, means, strict=True):

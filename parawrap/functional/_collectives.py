@@ -1,4 +1,4 @@
-"""The place of this process in the process group, and an exchange of objects between ranks."""
+"""The place of this process among the ranks, and the exchange of objects between them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def group_size() -> int:
 
 
 def find_place(global_rank: int | None = None, platform: Platform | None = None) -> tuple[int, int]:
-    """Return the global rank and the number of ranks; by default those of this rank."""
+    """Return the global rank and the number of ranks.
+
+    By default, they are those of this process. A platform sets the number.
+    """
     here = current_rank() if inside_a_rank() else None
     if platform is not None:
         world_size = platform.world_size
@@ -44,7 +47,7 @@ def require_group(helper: str) -> int:
     Raises:
         PlatformError: If there are several ranks, but no process group.
     """
-    # Without a group, `group_size` says 1, which would return this rank's values as those of all
+    # Without a group, `group_size` is 1, and a helper would take this rank's values for all values
     ranks = current_rank().world_size if inside_a_rank() else 1
     if ranks > 1 and group_size() == 1:
         msg = (
@@ -57,7 +60,7 @@ def require_group(helper: str) -> int:
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """True if a tensor is dense, and not this rank's shard of a tensor, as of ``fully_shard``."""
+    """True for a dense tensor that is not a shard of a tensor, such as those of ``fully_shard``."""
     return is_dense(tensor) and not hasattr(tensor, "full_tensor")
 
 
@@ -73,7 +76,7 @@ def gather_objects(value: T) -> list[T]:
 def check_equal(helper: str, descriptions: Sequence[str | None], cure: str) -> None:
     """Raise GatherError if two ranks describe their values differently.
 
-    The values of a rank with None do not count.
+    `descriptions` are in rank order. The values of a rank with None do not count.
     """
     described = [(rank, each) for rank, each in enumerate(descriptions) if each is not None]
     for rank, description in described:

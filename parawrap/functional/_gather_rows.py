@@ -23,10 +23,12 @@ _CPU = torch.device("cpu")
 class _RankRows(NamedTuple):
     """The rows of one rank, as the ranks exchange them.
 
+    A column is a tensor or a list of the tree, with one entry per row.
+
     Attributes:
-        indices: The place of each row in the dataset.
+        indices: The index of each row in the dataset.
         places: The address of each column in the tree.
-        columns: The tensors and lists of the tree, on the CPU.
+        columns: The columns, on the CPU.
     """
 
     indices: list[int]
@@ -41,9 +43,9 @@ class _RankRows(NamedTuple):
 
 
 def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
-    """Return the rows of the whole dataset in its order, each row once, from the rows of all ranks.
+    """Return the results for the whole dataset, in its order, from the results of all ranks.
 
-    A padding sampler gives some rows to two ranks. The values of the lower rank count then. Rows
+    If a padding sampler gives a row to two ranks, the value of the lower rank counts. Rows
     travel through ``torch.distributed.all_gather_object``, which pickles them.
 
     Args:
@@ -84,7 +86,7 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
     ranks = require_group("gather_rows")
     if sampler is None and ranks == 1:
         return tree
-    # A rank that raises here leaves the others waiting in the exchange: its launch ends them
+    # If a rank raises here, the others wait in the exchange until the launch ends them
     indices, length = _find_indices(sampler, ranks)
     leaves, spec = flatten(replace_nodes(tree, _is_list, WholeLeaf))  # a list is one column
     places = addresses(spec, "tree")
@@ -93,17 +95,17 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
         columns.append(_check_column(leaf, place, len(indices)))
     own = _RankRows(indices, places, [_move(column, _CPU) for column in columns])
     of_ranks = gather_objects(own)
-    # From here on, no rank waits for another one, so each may raise
+    # From here on, no rank waits for another one, so a rank may raise alone
     structures = [", ".join(each.places) for each in of_ranks]
     check_equal("gather_rows", structures, "Give all ranks the same structure.")
-    indices_of_ranks = chain(*(each.indices for each in of_ranks))
-    order = _find_order(indices_of_ranks, length)
+    all_indices = [index for each in of_ranks for index in each.indices]
+    order = _find_order(all_indices, length)
     check_equal(
         "gather_rows",
         [each.describe_columns() for each in of_ranks],
         "If rows differ in shape, give a list with one item per row, such as list(tensor).",
     )
-    # Columns without rows may have another form, so they count only if no rank has rows.
+    # Columns without rows may have another form, so they count only if no rank has rows
     with_rows = [each for each in of_ranks if each.indices] or [own]
     gathered = []
     for number, column in enumerate(columns):
@@ -116,17 +118,21 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
 
 
 def _find_indices(sampler: Any, ranks: int) -> tuple[list[int], int]:
-    """Return the dataset indices of this rank's rows, and the length of the dataset."""
+    """Return the dataset indices of this rank's rows, and the length of the dataset.
+
+    Raises:
+        TypeError: If the sampler does not show the rows of the other ranks.
+    """
     if isinstance(sampler, DataLoader):
         loader: DataLoader[Any] = sampler
         sampler = loader.sampler
-        # So DataLoader notes that it was made with ``batch_sampler=``. `shard_loader` replaces both
-        # samplers, and leaves the batch size None
+        # A DataLoader that was made with ``batch_sampler=`` has no batch size, and its sampler does
+        # not choose the rows. `shard_loader` replaces both samplers of such a loader
         has_own_batches = loader.batch_size is None and loader.batch_sampler is not None
         if has_own_batches and not isinstance(sampler, RankSampler):
-            sampler = loader.batch_sampler  # DataLoader's sampler does not choose the rows then
+            sampler = loader.batch_sampler
     if isinstance(sampler, DistributedSampler):
-        # To iterate a RankSampler would begin its next epoch. These are the rows of the last one
+        # To iterate a RankSampler would begin its next epoch. `rows` are those of the last one
         rows = sampler.rows() if isinstance(sampler, RankSampler) else sampler
         return list(rows), len(sampler.dataset)  # type: ignore[arg-type]
     if type(sampler) is SequentialSampler and ranks == 1:
@@ -140,13 +146,19 @@ def _find_indices(sampler: Any, ranks: int) -> tuple[list[int], int]:
 
 
 def _find_order(indices: Iterable[int], length: int) -> list[int]:
-    """Return the first position of each row of the dataset among the rows of all ranks."""
+    """Return the position of each row of the dataset among the rows of all ranks.
+
+    Of a row that several ranks have, the first counts.
+
+    Raises:
+        GatherError: If a row is missing, or is not in the dataset.
+    """
     first: dict[int, int] = {}
     for position, index in enumerate(indices):
         first.setdefault(index, position)
-    known = sum(index in first for index in range(length))
-    missing = length - known
-    unknown = len(first) - known
+    known = first.keys() & range(length)
+    missing = length - len(known)
+    unknown = len(first) - len(known)
     if missing or unknown:
         msg = (
             f"gather_rows: {missing} row(s) of the dataset are missing on all ranks, and "
@@ -161,7 +173,12 @@ def _find_order(indices: Iterable[int], length: int) -> list[int]:
 
 
 def _check_column(leaf: Any, place: str, rows: int) -> Any:
-    """Return a tensor or a list of this many rows."""
+    """Return the column of a leaf.
+
+    Raises:
+        TypeError: If it is neither a dense tensor nor a list.
+        GatherError: If it has another number of rows.
+    """
     column = leaf.value if isinstance(leaf, WholeLeaf) else leaf
     kind = type(column).__qualname__
     if not (_is_list(column) or _has_rows(column)):
@@ -182,11 +199,12 @@ def _check_column(leaf: Any, place: str, rows: int) -> Any:
 
 
 def _is_list(value: object) -> bool:
-    """True for a list. A list of a subclass may have other entries than its items."""
+    """True for a list, but not of a subclass, which may have more than its items."""
     return type(value) is list
 
 
 def _has_rows(value: object) -> bool:
+    """True for a dense tensor with rows on dim 0."""
     return isinstance(value, Tensor) and is_whole(value) and value.dim() > 0
 
 
@@ -205,7 +223,7 @@ def _device_of(column: Any) -> torch.device:
 
 
 def _describe(place: str, column: Any) -> str:
-    """Describe the rows of a column. Lists may hold rows of different shapes."""
+    """Describe the rows of a column. The items of a list may differ, so they are not described."""
     if isinstance(column, Tensor):
         return f"{place} with rows of {column.dtype} and shape {tuple(column.shape[1:])}"
     return f"a list {place}"

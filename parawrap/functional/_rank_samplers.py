@@ -71,7 +71,8 @@ class RankSampler(DistributedSampler[Any]):
     Without padding, each rank gets a contiguous share of the order. The shares' lengths differ by
     at most one; the longer ones come first.
 
-    With `counts_epochs`, each iteration increments `epoch`, which is that of the next one.
+    Args:
+        counts_epochs: Each iteration increments `epoch`, so that the next one is another epoch.
 
     Attributes:
         draws: The number of iterations so far.
@@ -93,7 +94,7 @@ class RankSampler(DistributedSampler[Any]):
         self.draws = 0
         self._counts_epochs = counts_epochs
         self._is_padded = pad
-        self._rows: Sequence[int] | None = None  # of the last iteration
+        self._rows: Sequence[int] | None = None  # of the last iteration; None before the first
 
     def __iter__(self) -> Iterator[int]:
         self._rows = self._draw()
@@ -106,10 +107,11 @@ class RankSampler(DistributedSampler[Any]):
         return super().__len__() if self._is_padded else len(self._share())
 
     def rows(self) -> Sequence[int]:
-        """Return the indices of this rank's rows in the last iteration; before any, in the next."""
+        """Return the indices of this rank's rows in the last iteration; before it, in the first."""
         return self._draw() if self._rows is None else self._rows
 
     def _draw(self) -> Sequence[int]:
+        """Return the indices of this rank's rows in an iteration of this epoch."""
         with torch.device("cpu"):  # torch's sampler draws on the default device
             if self._is_padded:
                 return list(super().__iter__())
@@ -123,12 +125,12 @@ class RankSampler(DistributedSampler[Any]):
         return order[share.start : share.stop]
 
     def _share(self) -> range:
-        """Return the positions of this rank's rows without padding."""
+        """Return the positions of this rank's rows in the order, without padding."""
         length = len(self.dataset)  # type: ignore[arg-type]  # a dataset with a length
         share, rest = divmod(length, self.num_replicas)
         # The first ranks share the rest, with one more row each
-        ranks_before_with_one_more = min(self.rank, rest)
-        start = self.rank * share + ranks_before_with_one_more
+        longer_shares_before = min(self.rank, rest)
+        start = self.rank * share + longer_shares_before
         if self.rank < rest:
             share += 1
         return range(start, start + share)

@@ -86,7 +86,7 @@ def reduce_metrics(
     of_ranks = gather_objects(_RankMetrics(", ".join(forms), own_weight, numbers))
     cure = "Give all ranks the same structure, shapes, and op. A rank with weight=0 does not count."
     check_equal("reduce_metrics", [each.description for each in of_ranks], cure)
-    # Left out, and not multiplied by 0, which NaN survives
+    # A value with weight 0 is left out, not multiplied: 0 times NaN is NaN
     counted = [each for each in of_ranks if each.weight]
     if op == "mean" and not counted:
         msg = (
@@ -125,16 +125,24 @@ def _as_tensor(leaf: Any, place: str) -> Tensor:
 
 
 def _reduce(leaf: Any, own: Tensor, parts: list[Tensor], weights: list[float], op: str) -> Any:
-    """Return the weighted mean or sum of one value over the ranks, in the form of the value."""
+    """Return the weighted mean or sum of one value over the ranks, in the form of the value.
+
+    Args:
+        leaf: The value of this rank, which has the form.
+        own: The same from `_as_tensor`.
+        parts: The values of the ranks whose weights are not 0.
+        weights: Their weights.
+        op: "mean" or "sum".
+    """
     are_whole = all(weight.is_integer() for weight in weights)
     if op == "sum" and are_whole and not own.is_floating_point():
-        # Exact, as float64 is not for large integers
+        # In integers: float64 does not have all large ones
         weighted = [part * int(weight) for part, weight in zip(parts, weights, strict=True)]
         return sum(weighted, torch.zeros_like(own)).to(leaf.device)
     weighted = [part.double() * weight for part, weight in zip(parts, weights, strict=True)]
     total = sum(weighted, torch.zeros_like(own, dtype=torch.float64))
     if op == "mean":
-        # One value is its mean, without the rounding of a product and a quotient
+        # The mean of one value is the value, without the rounding of a product and a quotient
         is_one = len(parts) == 1
         total = parts[0].double() if is_one else total / sum(weights)
     if not isinstance(leaf, Tensor):

@@ -58,7 +58,7 @@ def optimiser_to(optimiser: torch.optim.Optimizer, device: torch.device | str | 
     >>> state["exp_avg"].device, state["step"].device
     (device(type='meta'), device(type='cpu'))
     """
-    # Only these options of torch need the counter on the device of the parameter.
+    # Parameters in groups with these options of torch have their step counter on the device
     with_step_on_device: set[Tensor] = set()
     for group in optimiser.param_groups:
         if group.get("capturable") or group.get("fused"):
@@ -150,7 +150,7 @@ def to(
     if target.type == "cuda" and has_batch_norm(module):
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     module = module.to(target)
-    # DistributedDataParallel refuses a module without gradients.
+    # DistributedDataParallel refuses a module without gradients
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
     ids = [target] if target.type == "cuda" else None
@@ -177,7 +177,7 @@ def unwrap(module: nn.Module) -> nn.Module:
         (RankResults(['weight'], ['weight']), RankResults(['weight']))
     """
     wrappers: tuple[Any, ...] = (DistributedDataParallel, nn.DataParallel)
-    # Slow to import, and not loaded if no module uses it
+    # It is slow to import, and no module can use it before it was imported
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         wrappers += (fsdp.FullyShardedDataParallel,)
@@ -194,7 +194,12 @@ def unwrap(module: nn.Module) -> nn.Module:
 def _find_device(
     local_rank: int | None, device: Device | torch.device | str | int | None
 ) -> torch.device:
-    """Return the device of a rank, of a kind of device, or with a name of torch."""
+    """Return the device of a rank.
+
+    Args:
+        local_rank: The index of the device; None for that of this rank.
+        device: A kind, or the name of a torch device; None for the kind of this rank.
+    """
     rank = current_rank() if inside_a_rank() else None
     if local_rank is not None:
         index = local_rank
@@ -211,7 +216,7 @@ def _find_device(
     if device in kinds:
         platform: PlatformFields = Platform(device=cast("Device", device))
         if rank is not None and rank.platform.device == platform.device:
-            platform = rank.platform  # it knows which devices the ranks have
+            platform = rank.platform  # it has the fields that choose devices for ranks
         return platform.device_of(index)
     return torch.device(device)
 

@@ -23,8 +23,7 @@ from parawrap.launch import preserved_generators
 
 L = TypeVar("L", bound="DataLoader[Any]")
 
-_END = object()
-_SEEDS = 2**62  # such a seed plus an epoch, or the number of a worker, is a seed of torch
+_SEEDS = 2**62  # a smaller number plus an epoch, or the number of a worker, is a seed of torch
 
 
 def shard_loader(loader: L, *, pad: bool = True) -> L:
@@ -47,8 +46,8 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
     and the epoch (with ``persistent_workers``, the first epoch), so that random crops differ
     between ranks and are reproducible. The training loop keeps its numbers.
 
-    A subclass of DataLoader may yield batches that it has made before, or those of an iterator that
-    it has made before. These are not sharded, so the first one raises TypeError.
+    A subclass of DataLoader may yield batches that it keeps, or those of an iterator that it keeps.
+    These are not sharded, so the first one raises TypeError.
 
     Args:
         loader: A loader over a dataset with a length, with ``shuffle`` True or False, or a batch
@@ -97,8 +96,8 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
     user_class: Any = type(loader)
     kind = _class_with_own_numbers(user_class)
     sharded: L = kind.__new__(kind)
-    # Not __init__, which may have other arguments in a subclass, and not attributes, which
-    # DataLoader refuses to set after it. The iterator belongs to the user's loader
+    # Without __init__, which may have other arguments in a subclass. Through `vars`, because
+    # DataLoader refuses to set these attributes. The iterator stays with the user's loader
     vars(sharded).update(vars(loader), sampler=share, generator=torch.Generator(), _iterator=None)
     if batches is not None:
         vars(sharded)["batch_sampler"] = BatchSampler(share, batches.batch_size, drop_last)
@@ -109,7 +108,7 @@ def _find_sampler(loader: Any) -> Any:
     """Return the sampler of a loader's rows: sequential, or a random one that draws each row once.
 
     Raises:
-        TypeError: If the loader has another one.
+        TypeError: If `loader` is not a DataLoader, or its dataset or sampler is of another kind.
     """
     if not isinstance(loader, DataLoader):
         msg = f"shard_loader takes a torch.utils.data.DataLoader, not a {type(loader).__qualname__}"
@@ -142,12 +141,12 @@ def _find_sampler(loader: Any) -> Any:
 def _draws_each_row_once(sampler: Any) -> bool:
     if type(sampler) is not RandomSampler or sampler.replacement:
         return False
-    # With another number of samples, an epoch leaves rows out, or draws them again.
+    # With another number of samples, an epoch leaves rows out, or draws them again
     return bool(sampler.num_samples == len(sampler.data_source))
 
 
 def _agree_on_seed(sampler: Any, world_size: int) -> int:
-    """Return rank 0's seed of a sampler's generator; 0 without a generator."""
+    """Return the seed of the sampler's generator on rank 0; 0 without a generator."""
     generator = getattr(sampler, "generator", None)
     if generator is None:
         return 0
@@ -164,7 +163,7 @@ def _agree_on_seed(sampler: Any, world_size: int) -> int:
 class _OwnNumbers:
     """A base class of sharded loaders, in front of DataLoader or a subclass of it.
 
-    Its batches have their own numbers.
+    Making a batch draws from random numbers of the loader, not from those of the training loop.
     """
 
     _has_drawn = False  # True once an epoch has drawn from the sampler
@@ -177,15 +176,15 @@ class _OwnNumbers:
         share = loader.sampler
         rank, _ = find_place()
         seeds = torch.initial_seed(), share.seed, rank, share.epoch
-        # A hash that is the same in every process
+        # One number from all of them. `hash` would differ between processes
         seed = random.Random(repr(seeds)).randrange(_SEEDS)
-        # DataLoader draws the seed of its workers on this device, from its generator
+        # DataLoader draws the seed of its workers from its generator, on the default device
         device = torch.get_default_device()
         if loader.generator.device != device:
             vars(loader)["generator"] = torch.Generator(device)
         loader.generator.manual_seed(seed)
-        draws = share.draws  # before the iterator below may draw
-        # Of DataLoader, or of the user's subclass
+        draws = share.draws  # before the next line, which may draw
+        # The iterator of DataLoader, or of the user's subclass
         batches: Iterator[Any] = super().__iter__()  # type: ignore[misc]  # pyright: ignore
         if not loader.num_workers:
             batches = _Batches(batches, seed)
@@ -196,20 +195,25 @@ class _OwnNumbers:
         return self._check_first(batches, draws, user_class.__name__)
 
     def _check_first(self, batches: Iterator[Any], draws: int, name: str) -> Iterator[Any]:
-        """Yield batches. This process draws from the sampler before it has the first one.
+        """Yield batches. Check that the first one is of rows from the sampler.
 
-        Later epochs are not checked: such a loader may keep what it has drawn, or draw ahead.
+        Later epochs are not checked: a loader that passed may keep its draws, or draw ahead.
+
+        Args:
+            batches: The iterator of the epoch.
+            draws: The number of draws from the sampler before the epoch.
+            name: The name of the user's class.
 
         Raises:
-            TypeError: At the first batch, if nothing has drawn from the sampler since it had been
-                drawn `draws` times.
+            TypeError: At the first batch, if nothing has drawn from the sampler in this epoch.
         """
         loader: Any = self
-        # Not a `for` loop, which calls __iter__: a loader that is its own iterator would begin its
-        # next epoch
         while True:
-            batch = next(batches, _END)
-            if batch is _END:
+            # Not a `for` loop, which calls __iter__: a loader that is its own iterator would begin
+            # its next epoch
+            try:
+                batch = next(batches)
+            except StopIteration:
                 return
             if not self._has_drawn and loader.sampler.draws == draws:
                 msg = (
@@ -218,13 +222,13 @@ class _OwnNumbers:
                     "super().__iter__(), or give shard_loader a plain DataLoader"
                 )
                 raise TypeError(msg)
-            vars(self)["_has_drawn"] = True
+            vars(self)["_has_drawn"] = True  # `DataLoader.__setattr__` is not needed
             yield batch
 
 
 @functools.cache  # loaders of one class stay of one class
 def _class_with_own_numbers(kind: type) -> Any:
-    """Return a subclass of a class of loaders. Its batches have their own numbers."""
+    """Return a subclass of a class of loaders, with `_OwnNumbers` in front."""
     return type(
         f"Sharded{kind.__name__}",
         (_OwnNumbers, kind),
@@ -235,7 +239,7 @@ def _class_with_own_numbers(kind: type) -> Any:
 class _Batches:
     """Batches that this process makes.
 
-    Numbers that it draws meanwhile follow from `seed`, and change no others.
+    Random numbers for a batch follow from `seed`. Afterwards, the generators are as before.
     """
 
     def __init__(self, batches: Iterator[Any], seed: int) -> None:
@@ -249,7 +253,7 @@ class _Batches:
         with preserved_generators(torch.device("cpu")):
             seed = self._seeds.randrange(_SEEDS)
             random.seed(seed)
-            torch.default_generator.manual_seed(seed)  # without those of accelerators
+            torch.default_generator.manual_seed(seed)  # not those of accelerators
             if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(seed % 2**32)  # numpy takes no larger ones
+                sys.modules["numpy"].random.seed(seed % 2**32)  # numpy takes no larger seeds
             return next(self._batches)

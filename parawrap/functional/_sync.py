@@ -21,7 +21,7 @@ from parawrap.functional._seeds_and_modules import unwrap
 from parawrap.tree import address, flatten, is_dense, replace_nodes, unflatten
 
 # The bytes of one collective. They are copied into one tensor, and a device may lack the memory for
-# a copy of the whole model.
+# a copy of the whole model
 _MOST_BYTES = 64 << 20
 _LOAD = "Load a checkpoint in all ranks instead."
 
@@ -122,30 +122,30 @@ def sync(
     named = _name_tensors(model, optimizers)
     is_source = dist.get_rank() == src
     state_tensors = _StateTensors()
+
+    # Compare. Errors are reported too: if one rank raised here, the others would wait for it
     report = _Report(src, _find_problem(model, optimizers, named))
     if report.problem is None:
         report.descriptions = _describe(optimizers, named)
         report.descriptions += [f"stateful: {type(each).__qualname__}" for each in stateful]
         if is_source:
             _pack_states(optimizers, stateful, state_tensors, report)
-    # Errors are reported too: if one rank raised here, the others would wait for it
     reports = gather_objects(report)
-    # No value changes before all ranks have passed this check.
+    # No value changes before all ranks have passed this check
     _check_reports(reports)
-    by_id = {id(tensor): tensor for _, tensor in named}
-    tensors = list(by_id.values())  # each tied parameter once
-    # From here on, an interrupt leaves this rank with some values of each, until the next sync.
-    if is_source:
-        with torch.no_grad():
-            _broadcast([*tensors, *state_tensors.by_slot()], src)
-    else:
+
+    # Copy. From here on, an interrupt leaves this rank with values of both, until the next sync
+    filled: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    if not is_source:
         states, others = pickle.loads(reports[src].states)
-        filled = []
         for each, state in zip(optimizers, states, strict=True):
             filled.append(state_tensors.fill(each, state))
-        # The same slots as the source, in the same order
-        with torch.no_grad():
-            _broadcast([*tensors, *state_tensors.by_slot()], src)
+    by_id = {id(tensor): tensor for _, tensor in named}
+    tensors = list(by_id.values())  # each tied parameter once
+    with torch.no_grad():
+        _broadcast([*tensors, *state_tensors.by_slot()], src)
+    if not is_source:
         for each, state in zip(optimizers, filled, strict=True):
             _replace_state(each, state)
         for taker, state in zip(stateful, others, strict=True):
@@ -176,6 +176,7 @@ def _check_arguments(model: Any, optimizer: Any) -> list[Optimizer]:
 
 
 def _check_stateful(stateful: Any) -> None:
+    """Raise TypeError unless it is a list of objects with a state."""
     if not isinstance(stateful, (list, tuple)):
         kind = type(stateful).__qualname__
         msg = f"stateful is a {kind}. Give a list of objects, as in stateful=[scheduler]."
@@ -195,7 +196,7 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _name_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, Tensor]]:
-    """Return parameters and buffers with their names. A tied parameter has several."""
+    """Return parameters and buffers with their names, a tied parameter once for each name."""
     inner = unwrap(model)
     named: list[tuple[str, Tensor]] = list(inner.named_parameters(remove_duplicate=False))
     named += inner.named_buffers(remove_duplicate=False)
@@ -206,7 +207,7 @@ def _name_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tup
 
 
 def _state_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the options of the groups, and the state by the number of the parameter.
+    """Return the options of the groups; the state of parameters, by their numbers; and other state.
 
     Some optimizers keep state under other keys than parameters.
     """
@@ -220,7 +221,8 @@ def _state_of(optimizer: Optimizer) -> dict[str, Any]:
     for key, state in optimizer.state.items():
         if id(key) in numbers:
             of_parameters[numbers[id(key)]] = state
-        elif not isinstance(key, Tensor):  # a parameter that has left the groups has no number
+        # The state of a parameter that has left the groups is not used any more
+        elif not isinstance(key, Tensor):
             other[key] = state
     return {"param_groups": options, "state": of_parameters, "other": other}
 
@@ -231,10 +233,11 @@ def _find_problem(
     named: Sequence[tuple[str, Tensor]],
 ) -> str | None:
     """Return why the values cannot be copied, and what to do; None if they can."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and not loaded if unused
+    # It is slow to import, and no module can use it before it was imported
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in model.modules()):
         return f"model is sharded by FullyShardedDataParallel: each rank has other values. {_LOAD}"
-    tensors = list(named)
+    tensors = [*named]
     for number, optimizer in enumerate(optimizers):
         if hasattr(optimizer, "consolidate_state_dict"):
             kind = type(optimizer).__qualname__
@@ -257,7 +260,7 @@ def _find_problem_of(tensor: Tensor) -> str | None:
         return "has no shape yet. Run the model once in all ranks before."
     if hasattr(tensor, "full_tensor"):
         return f"is a {kind}, a shard of the values: each rank has others. {_LOAD}"
-    holds_tensors = hasattr(tensor, "__tensor_flatten__")  # a class that keeps its values in others
+    holds_tensors = hasattr(tensor, "__tensor_flatten__")  # its values are in other tensors
     has_data = not (holds_tensors or tensor.is_quantized or tensor.is_meta)
     if is_dense(tensor) and has_data:
         return None
@@ -291,14 +294,14 @@ def _describe(optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Tensor
 
 @dataclass
 class _Report:
-    """The values of one rank, without those of tensors.
+    """The values of one rank, without those of tensors, as the ranks exchange them.
 
     Attributes:
         src: The argument of `sync`.
-        problem: Why the values cannot be copied.
-        descriptions: What must be equal in all ranks.
-        states: The states of the source's optimizers, with a slot for each tensor, and those of its
-            other objects; pickled.
+        problem: The reason why the values cannot be copied; None if they can.
+        descriptions: Texts that must be equal in all ranks.
+        states: Of the source, the pickled states of its optimizers, with a slot for each tensor,
+            and of its other objects. Empty for other ranks.
     """
 
     src: int
@@ -329,7 +332,7 @@ def _check_reports(reports: Sequence[_Report]) -> None:
 
 
 def _first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
-    """Return the first descriptions that differ; "nothing more" is the end of a list."""
+    """Return the first descriptions that differ; "nothing more" stands for the end of a list."""
     pairs = zip_longest(one, other, fillvalue="nothing more")
     return next((left, right) for left, right in pairs if left != right)
 
@@ -339,7 +342,7 @@ def _first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[str, st
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for a tensor of the source's state, which is sent separately."""
+    """Stands for a tensor of the source in the pickled states. The tensor is sent separately."""
 
     number: int
     shape: torch.Size
@@ -353,14 +356,14 @@ class _Slot:
         form = tensor.shape, tensor.dtype, tensor.device.type
         if form != (self.shape, self.dtype, self.device_type):
             return False
-        # An expanded tensor stores fewer elements than the values.
+        # An expanded tensor stores too few elements
         stored = _without_repeats(tensor, tensor)
         return stored.shape == tensor.shape
 
     def new_tensor(self, parameter: Tensor) -> Tensor:
-        """Return a tensor for the values, next to its parameter and with the same strides."""
-        is_beside = parameter.device.type == self.device_type
-        device = parameter.device if is_beside else torch.device(self.device_type)
+        """Return a new tensor for the values, with the strides of a parameter of the same shape."""
+        is_same_kind = parameter.device.type == self.device_type
+        device = parameter.device if is_same_kind else torch.device(self.device_type)
         if self.shape == parameter.shape:
             return torch.empty_like(parameter, dtype=self.dtype, device=device).detach()
         return torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -372,7 +375,10 @@ def _pack_states(
     tensors: _StateTensors,
     report: _Report,
 ) -> None:
-    """Add the source's states to the report, and the tensors of the optimizers to `tensors`."""
+    """Add the source's states to the report, and the tensors of its optimizers to `tensors`.
+
+    A state that cannot be pickled is a problem of the report.
+    """
     states = [_state_of(each) for each in optimizers]
     try:
         others = [
@@ -392,8 +398,8 @@ def _is_slot(value: object) -> bool:
 class _StateTensors:
     """The tensors of optimizer states, by the number of the slot.
 
-    The source sends its own. Another rank receives into its own tensors if they fit, since a CUDA
-    graph may use them, and into new ones otherwise.
+    They are those that the source sends. Another rank receives into tensors that its optimizers
+    have, if they fit, because a CUDA graph may use them; otherwise into new tensors.
     """
 
     def __init__(self) -> None:
@@ -401,11 +407,11 @@ class _StateTensors:
         self._slots: dict[int, _Slot] = {}  # by the id of the source's tensor
 
     def by_slot(self) -> list[Tensor]:
-        """Return the tensors in the order of their slots, which all ranks have in common."""
+        """Return the tensors in the order of their slots, which is the same in all ranks."""
         return [self._tensors[number] for number in sorted(self._tensors)]
 
     def slot_of(self, tensor: Tensor) -> _Slot:
-        """Return the slot of a tensor of the source. A tensor in two places has one slot."""
+        """Return the slot of a tensor of the source, also if it has one from another place."""
         if id(tensor) not in self._slots:
             number = len(self._slots)
             form = tensor.shape, tensor.dtype, tensor.device.type
@@ -418,21 +424,23 @@ class _StateTensors:
         parameters = _parameters_of(optimizer)
         own_leaves, own_spec = flatten(_state_of(optimizer))
         own = dict(zip(own_spec.paths(), own_leaves, strict=True))
-        leaves, spec = flatten(state, _is_slot)  # otherwise a dataclass is a container
+        leaves, spec = flatten(state, _is_slot)  # `flatten` would open a slot, a dataclass
         for index, path in enumerate(spec.paths()):
             slot = leaves[index]
             if not _is_slot(slot):
                 continue
-            part_of_state, number = path[0], path[1]
-            # Options, and state of no parameter, lie next to the first parameter.
-            parameter = parameters[number if part_of_state == "state" else 0]
+            # Options, and state of no parameter, get the device of the first parameter
+            parameter = parameters[0]
+            part_of_state, number, *_ = path  # keys of `_state_of`
+            if part_of_state == "state":
+                parameter = parameters[number]
             leaves[index] = self._take(slot, own.get(path), parameter)
         return unflatten(spec, leaves)  # type: ignore[no-any-return]
 
     def _take(self, slot: _Slot, own: Any, parameter: Tensor) -> Tensor:
-        """Return this rank's tensor for a slot: `own`, which is in its place, or a new one."""
+        """Return the tensor of this rank for a slot: `own`, from the same place, or a new one."""
         if slot.number not in self._tensors:
-            # One tensor of this rank may stand in places where the source has two
+            # This rank may have one tensor in two places where the source has two tensors
             is_taken = any(own is each for each in self._tensors.values())
             if is_taken or not slot.fits(own):
                 own = slot.new_tensor(parameter)
@@ -467,7 +475,7 @@ def _broadcast(tensors: Sequence[Tensor], src: int) -> None:
         kind = bucket[0].device.type
         if kind not in devices:  # no backend sends from there
             kind = "cpu" if "cpu" in devices else devices[0]
-        # The name of a kind is its current device, and NCCL needs that of the rank
+        # NCCL needs the device of the rank, which is the current device of its kind
         parts = [_bytes_of(tensor).to(kind) for tensor in bucket]
         packed = torch.cat(parts) if len(parts) > 1 else parts[0]
         dist.broadcast(packed, src)
@@ -483,7 +491,8 @@ def _broadcast(tensors: Sequence[Tensor], src: int) -> None:
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield the tensors of each collective: of one kind of device, the largest dtypes first.
 
-    So the bytes of each tensor start at a multiple of the size of its elements.
+    In this order, the bytes of a tensor start at a multiple of the size of its elements, as a view
+    of its dtype requires.
     """
     filled = [tensor for tensor in tensors if tensor.numel() > 0]
     filled.sort(key=lambda tensor: (tensor.device.type, -tensor.element_size()))
@@ -502,7 +511,7 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a dense tensor, which every backend can send, whatever the dtype."""
+    """Return the bytes of a dense tensor: every backend can send these, whatever the dtype."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.contiguous().view(-1).view(torch.uint8)
 
