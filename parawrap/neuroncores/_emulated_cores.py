@@ -192,8 +192,9 @@ def _trace_module(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.jit.S
     """Return the graph of one call of a module."""
     # The check of a trace would run the model again, and refuse random numbers. A strict trace
     # would refuse lists and dicts
-    traced: torch.jit.ScriptModule = torch.jit.trace(module, args, check_trace=False, strict=False)
-    return traced
+    traced: Any = torch.jit.trace(module, args, check_trace=False, strict=False)
+    script: torch.jit.ScriptModule = traced
+    return script
 
 
 def find_programs(model: torch.nn.Module) -> list[Any]:

@@ -25,6 +25,16 @@ How a batch of `map` gets to a worker and back::
 
 The model travels with a message only if it has changed (`model.py`).
 
+word             | meaning
+---------------- | -------------------------------------------------------------------------------
+request, message | one call of `submit`, one part of a cut call, or a chunk, on its way to a worker
+chunk            | batches of a stream in one message
+form             | the common part of the calls of a message, such as their method and modes
+block            | of a message: the bytes of its tensors. Otherwise the `with` block of the user
+item             | a packed value, which refers to tensors in the block of its message
+reader           | the thread that receives answers for all threads that wait
+receiver         | the thread that reads for futures that no caller waits for, and runs callbacks
+
 A call also writes into its arguments, which are copies in the worker. The answer brings new values
 of tensors, new entries of containers, and marks: a mark stands in the output for an argument that
 the model returned, and the caller gets its own object there. Objects with rules are those of a

@@ -593,8 +593,8 @@ class WorkerLanes:
                 worker.stop(at_once=False)
                 return False
             for number, answers, block, error in received:
-                request = next((each for each in lane.flying if each.number == number), None)
-                if request is not None:
+                # Ctrl-C may have moved the message to another lane: then there is none
+                for request in [each for each in lane.flying if each.number == number]:
                     # In this order: after Ctrl-C in between, the message is done, and is not sent
                     # again
                     self._take_answer(lane, request, answers, block, error)

@@ -136,7 +136,7 @@ class WorkerSession:
         form = self._form(entry.method, is_whole=False)
         columns = plan.columns(flat, copy=False)
         shards = [plan.place(flat, columns, index, _CPU) for index in range(len(plan.sizes))]
-        # Several workers get a copy of each whole argument, and their writes cannot be joined
+        # Each worker gets its own copy of a whole argument, and their writes cannot be joined
         shares_arguments = not is_uncut and None in plan.dims
         versions = plan.read_versions(flat) if shares_arguments else []
         outputs = self._apply(entry, form, shards, plan)
@@ -149,6 +149,7 @@ class WorkerSession:
         borrowed = plan.find_borrowed(flat, (args, kwargs), loans)
         if borrowed is not None:
             outputs = self._join_borrowed(borrowed, outputs, plan.sizes, device)
+        # For each worker, a function that returns the caller's object for a copy in its output
         finds = [partial(_find_object, shard.origins) for shard in shards]
         with without_autocast(self._backend.type):
             output = join(outputs, plan.sizes, self.rules, device, lambda: finds)
