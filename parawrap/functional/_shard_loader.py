@@ -222,7 +222,7 @@ class _OwnNumbers:
                     "super().__iter__(), or give shard_loader a plain DataLoader"
                 )
                 raise TypeError(msg)
-            vars(self)["_has_drawn"] = True  # `DataLoader.__setattr__` is not needed
+            vars(self)["_has_drawn"] = True  # not through a `__setattr__` of the user
             yield batch
 
 

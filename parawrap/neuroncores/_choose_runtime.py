@@ -21,7 +21,7 @@ _PACKAGES = {
 _INDEX = "https://pip.repos.neuron.amazonaws.com"
 
 # Guards `_chosen`: threads that need the runtime at the same time load it once. If that fails, the
-# next thread tries again. Reentrant: the import of a vendor's package may call `runtime`
+# next thread tries again. Reentrant: a handler of the warning below may need the runtime
 _choosing = threading.RLock()
 _chosen: NeuronRuntime | None = None
 

@@ -6,10 +6,10 @@ from time import perf_counter_ns
 
 from parawrap.engine.streams import StreamSize
 
-# The time of the work in one message: long compared with the about 0.2 ms that a message costs
+# The time of the work in one message: long compared with the time that a message takes
 TARGET_NS = 5_000_000
 # The bytes of the tensors in one message. A batch that exceeds them is sent at once, so it needs no
-# copy. A guess that no test has contradicted
+# copy
 MOST_BYTES = 256 << 10
 _MOST = 64  # batches in one message; a guess that no test has contradicted
 # Chunks per lane that the caller has not read: two in the worker, and one to replace them

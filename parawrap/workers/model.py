@@ -26,7 +26,7 @@ from parawrap.processes.pickling import Packed, ValuePickler, pack
 from parawrap.tree import ABSENT
 
 SEEDS = 1 << 63
-"""The number of seeds. torch takes 64 bits, and a seed plus the number of a worker must fit."""
+"""The number of seeds. torch takes 64 bits, and the sum of two seeds must not overflow."""
 
 GENERATOR_STAYS = (
     "a random generator, which cannot be shared with workers. Use a default generator, "

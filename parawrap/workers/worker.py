@@ -163,7 +163,7 @@ class ModelServer:
                 self._make_model(unpack(self._packed_model))
                 self._packed_model = None  # after an error it stays, and later calls fail too
             home = self._replicas.state.home
-            if self._is_changed:  # its state is that of the old model until the call below
+            if self._is_changed:  # its state is made by the call below
                 home = home_of_target(self._replicas.target)
                 if home is None:  # no module, or one without tensors
                     home = home_of_survey(Survey(self._replicas.target))
