@@ -15,6 +15,8 @@ import warnings
 from collections import UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from functools import partial
+from operator import is_not
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import optree
@@ -118,6 +120,15 @@ def replace_nodes(value: Any, chosen: Callable[[Any], bool], replace: Callable[[
     return unflatten(spec, made)
 
 
+def flatten_once(value: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the parts of a container, without opening them, and its structure.
+
+    The structure has the keys in the same order: `unflatten` and `TreeSpec.entries` fit the parts.
+    """
+    # Every node except `value` itself is a leaf. In C, since optree calls it for each part
+    return flatten(value, partial(is_not, value))
+
+
 def parts_below(value: Any) -> list[Any] | None:
     """Return the values one level below a container; None for a leaf.
 
@@ -130,8 +141,7 @@ def parts_below(value: Any) -> list[Any] | None:
         return [*value]
     if kind in _known_leaves:
         return None
-    # One level: every node except `value` itself is a leaf
-    parts, spec = flatten(value, lambda node: node is not value)
+    parts, spec = flatten_once(value)
     return None if spec.is_leaf() else parts
 
 

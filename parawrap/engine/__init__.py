@@ -105,8 +105,8 @@ When the code of a file runs:
 
 - For each call: `call.py`, `cut.py`, `flat_call.py`, `model_state.py`, `lanes.py`, `join.py`; with
   other arguments than tensors on the CPU also `placed_call.py`, `borrowed.py`,
-  `lent_containers.py`, `joiner.py`, `output_handover.py`, `device_streams.py`. Whole calls
-  have `session.py`, `streams.py`, and `whole_call.py`.
+  `lent_containers.py`, `join_by_place.py`, `output_handover.py`,
+  `device_streams.py`. Whole calls have `session.py`, `streams.py`, and `whole_call.py`.
 - For each new structure of arguments: `in_dims.py`, `shard_sizes.py`.
 - When replicas are made or refreshed: `replicas.py`, `replica.py`, `survey.py`, `edition.py`,
   `called_code.py`, `copy_target.py`, `copy_checks.py`, `places.py`, `parameter_copies.py`,
@@ -161,6 +161,8 @@ in_dims.py          | `in_dims`: where the rows of each    | api/parallel/test_c
                     | argument lie                         |
 join.py             | `join`: the outputs of the lanes;    | engine/test_join_outputs.py
                     | usual ones at once                   | engine/test_round_trip.py
+join_by_place.py    | `Joiner`: join other outputs place   | engine/test_join_outputs.py
+                    | by place, or refuse them             | api/parallel/test_joining.py
 join_errors.py      | errors of outputs that cannot be     | api/parallel/test_cures_of_outputs.py
                     | joined, with the options that join   | api/test_cures.py
                     | all of them                          |
@@ -169,8 +171,6 @@ join_rules.py       | `out_dims`, `reduce`, and other      | engine/test_join_ru
 join_trials.py      | find each place that cannot be       | api/parallel/test_cures_of_outputs.py
                     | joined; try declarations that join   | api/test_cures.py
                     | it                                   |
-joiner.py           | `Joiner`: join outputs place by      | engine/test_join_outputs.py
-                    | place, or refuse                     | api/parallel/test_joining.py
 lane_errors.py      | the error of the first lane that     | api/parallel/test_errors.py
                     | failed, with notes                   |
 lanes.py            | lanes: their guarantees, threads,    | api/parallel/test_concurrency.py

@@ -1,20 +1,20 @@
 """Arguments are borrowed: what forward does to them reaches the caller's own objects.
 
-The plain call writes into them, and so does a cut call.
+The plain call writes into the caller's objects, and so does a cut call.
 
-A lane gets other containers, parts of objects with rules, and copies of tensors from other
-devices. `lend` notes each of them when it is made, with its contents. After forward,
-`Borrowed.join_changes` compares them, and joins what is new like an output. `Borrowed.enter` puts
-it into the caller's object, once all joins are done: a refused call leaves the arguments alone.
-Calls of plain tensors have nothing to note.
+A lane gets new containers, parts of objects with rules, and copies of tensors from other devices.
+When they are made, `lend` notes each of them, with its contents. After forward,
+`Borrowed.join_changes` compares them with the notes, and joins new values like outputs. After all
+joins, `Borrowed.enter` puts the joined values into the caller's objects: a refused call leaves the
+arguments alone. Calls of plain tensors have nothing to note.
 
 ::
 
     caller's batch = {"x": X}         lane 0: {"x": X[:5]}  ──► {"x": X[:5], "y": Y0}  ─┐
     batch = {"x": X, "y": Y}  ◄── join ── lane 1: {"x": X[5:]}  ──► {"x": X[5:], "y": Y1}  ─┘
 
-`lent_containers.py` compares and changes single containers. `given.py` takes the same steps for
-arguments in another process.
+`lent_containers.py` compares and changes single containers. `given_arguments.py` takes the same
+steps for arguments in another process.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from parawrap.engine.lent_containers import (
 )
 from parawrap.engine.rules.object_state import list_state
 from parawrap.engine.rules.registry import (
-    contents_of,
     find_rules,
+    list_contents,
     place_leaf,
     splitter_of,
     update_argument,
@@ -59,7 +59,8 @@ WRITTEN_WHOLE = (
     "the model wrote in place into a tensor that every lane gets whole, so each lane wrote once. "
     "Pass one copy per row, cut the tensor with in_dims, or use an out-of-place operation"
 )
-# Stands for unchanged parts of arguments in an error about outputs: one object in all lanes
+# Stands for unchanged parts of arguments in outputs that only an error is about: as one object in
+# all lanes, they are joined
 _OF_ARGUMENT = ReturnedArgument(None)
 
 
@@ -78,10 +79,11 @@ class Join(Protocol):
 
 
 def rules_of_entries(rules: JoinRules, place: Path | None = None, key: Any = None) -> JoinRules:
-    """Return the rules for what forward puts into an argument, from the rules for outputs.
+    """Return the rules for the values that lanes put under `key` of a container.
 
-    If the output returns the container at `place`, the options for its places hold for the entry
-    `key`. Otherwise, options that name places of the output say nothing about the arguments.
+    `rules` are those for outputs. If the output returns the container, at the path `place`, the
+    options for that path and key hold. Otherwise, options that name places of the output say
+    nothing about the arguments.
     """
 
     def read_option(option: Any, missing: Any) -> Any:
@@ -94,9 +96,9 @@ def rules_of_entries(rules: JoinRules, place: Path | None = None, key: Any = Non
     out_dims = read_option(rules.out_dims, UNDECLARED)
     reduce = read_option(rules.reduce, None)
     pad_value = read_option(rules.pad_value, None)
-    # Not "list": the plain call leaves one value in the entry, not one per lane
+    # Never "list": the plain call leaves one value in the entry, not one per lane
     mode: JoinMode = "pad" if rules.join == "pad" else "cat"
-    # An error names options only where they hold for the entry as it is
+    # An error may name an option only if one entry of it holds for outputs and arguments
     names_places = any(map(is_tree, (rules.out_dims, rules.reduce, rules.pad_value)))
     hold_for_all = place is None and not names_places and not rules.as_torch
     options: Literal["whole", "none"] = "whole" if hold_for_all else "none"
@@ -125,16 +127,24 @@ class Moved(NamedTuple):
     node: torch.autograd.graph.Node | None
 
 
+class Versioned(NamedTuple):
+    """The value of an attribute, and its version if it is a tensor; 0 for any other value."""
+
+    value: Any
+    version: int
+
+
 class Loan(NamedTuple):
     """The copies that one lane has of a call's arguments, with their contents before the call.
+
+    Nobody writes it, so all calls may share its empty defaults.
 
     Attributes:
         leaves: The lane's leaves.
         containers: The contents of each container, in the order of the paths.
         moved: The tensors that came from another device.
         objects: The contents of each object with rules, by the index of its leaf.
-        attributes: The attributes of these objects by name, each with its version if it is a
-            tensor; by the same index.
+        attributes: The attributes of each object with rules by name, by the index of its leaf.
         shared: The state of each object that all lanes use, by the index of its leaf.
     """
 
@@ -142,7 +152,7 @@ class Loan(NamedTuple):
     containers: Sequence[Contents] = ()
     moved: Sequence[Moved] = ()
     objects: Mapping[int, Sequence[Any]] = {}
-    attributes: Mapping[int, dict[str, tuple[Any, int]]] = {}
+    attributes: Mapping[int, dict[str, Versioned]] = {}
     shared: Mapping[int, Sequence[Any]] = {}
 
     def is_unchanged(self) -> bool:
@@ -151,15 +161,16 @@ class Loan(NamedTuple):
             if not before.is_unchanged():
                 return False
         for index, held in self.objects.items():
-            if not are_same_objects(contents_of(self.leaves[index]), held):
+            if not are_same_objects(list_contents(self.leaves[index]), held):
                 return False
         for index, held in self.shared.items():
-            if not are_same_objects(_read_shared(self.leaves[index]), held):
+            if not are_same_objects(list_state(self.leaves[index], find_rules), held):
                 return False
         return True
 
 
 NOTHING = Loan()
+"""The loan of a call that has nothing to note."""
 
 
 def lend(
@@ -172,9 +183,13 @@ def lend(
 ) -> Loan:
     """Note what a lane gets, before forward runs.
 
-    `call` are the arguments of the lane, with containers at `paths` and with these `leaves`;
-    `parts` are the leaves before they were moved. `objects` are the indices of leaves with rules,
-    `shared` those of objects that all lanes use.
+    Args:
+        call: The arguments of the lane.
+        paths: The paths to their containers.
+        leaves: Their leaves.
+        parts: The leaves before they were moved to the device of the lane.
+        objects: The indices of the objects with rules that the lane has a part or a copy of.
+        shared: The indices of the objects that all lanes use.
     """
     moved: list[Moved] = []
     has_moved = not all(map(is_, leaves, parts))
@@ -186,36 +201,29 @@ def lend(
                 moved.append(Moved(index, part, copied, version_of(copied), copied.grad_fn))
     containers = [Contents.read(follow_path(call, path)) for path in paths]
     contents: dict[int, Sequence[Any]] = {}
-    attributes: dict[int, dict[str, tuple[Any, int]]] = {}
+    attributes: dict[int, dict[str, Versioned]] = {}
     for index in objects:
-        contents[index] = contents_of(leaves[index])
+        contents[index] = list_contents(leaves[index])
         attributes[index] = _read_versions(leaves[index])
     states: dict[int, Sequence[Any]] = {}
     for index in shared:
-        states[index] = _read_shared(leaves[index])
+        states[index] = list_state(leaves[index], find_rules)
     return Loan(leaves, containers, moved, contents, attributes, states)
 
 
-def _read_versions(value: Any) -> dict[str, tuple[Any, int]]:
-    """Return the attributes of an object, each with its version if it is a tensor."""
-    found: dict[str, tuple[Any, int]] = {}
+def _read_versions(value: Any) -> dict[str, Versioned]:
+    """Return the attributes of an object by name."""
+    found: dict[str, Versioned] = {}
     for name, part in read_attributes(value).items():
-        version = 0
-        if isinstance(part, torch.Tensor) and not part.is_inference():
-            version = version_of(part)
-        found[name] = part, version
+        has_version = isinstance(part, torch.Tensor) and not part.is_inference()
+        found[name] = Versioned(part, version_of(part) if has_version else 0)
     return found
 
 
-def _read_shared(value: Any) -> list[Any]:
-    """Return what an object of any class holds, at any depth."""
-    return list_state(value, find_rules)
-
-
 def replace_new_entries(loan: Loan, replace: Callable[[Any], Any]) -> None:
-    """Replace the values that forward has put into the caller's own containers.
+    """Replace the values that forward has put into the containers of a loan.
 
-    A whole call that needs no copies lends the containers themselves.
+    A whole call that needs no copies lends the caller's own containers, so they are written.
     """
     for before in loan.containers:
         after = read_entries(before)
@@ -231,7 +239,7 @@ def replace_new_entries(loan: Loan, replace: Callable[[Any], Any]) -> None:
             if isinstance(source, New):
                 value = replace(source.value)
                 if value is not source.value:
-                    object.__setattr__(container, name, value)
+                    object.__setattr__(container, name, value)  # also of a frozen dataclass
 
 
 # After forward
@@ -240,9 +248,15 @@ def replace_new_entries(loan: Loan, replace: Callable[[Any], Any]) -> None:
 class Borrowed:
     """The arguments of one call, and what its lanes have of them.
 
-    `call` are the caller's own arguments, with containers at `paths`; `values` are the leaves,
-    `whole` the indices of the objects with rules that each of several lanes has whole, and `name`
-    returns the address of a leaf for errors.
+    The caller of the call uses it, after all lanes have ended.
+
+    Args:
+        call: The caller's own arguments.
+        paths: The paths to their containers.
+        values: Their leaves.
+        loans: What each lane has of them.
+        whole: The indices of the objects with rules that each of several lanes has whole.
+        name: Returns the address of a leaf, for errors.
     """
 
     def __init__(
@@ -260,15 +274,15 @@ class Borrowed:
         self._loans = loans
         self._whole = whole
         self._name = name
-        # By the argument: the path of a container, or the index of a leaf
+        # By the path of a container, or the index of a leaf
         self._marks: dict[Path | int, ReturnedArgument] = {}
-        # By lane: from the id of a copy to its argument
+        # By lane, and then by the id of a copy: the path or the index of its argument
         self._arguments: dict[int, dict[int, Path | int]] = {}
-        # From the path of a container in the call to its path in the output, if it is returned
+        # The paths in the output of containers that it returns, by their paths in the call
         self._places_in_output: dict[Path, Path] = {}
-        # Values that forward made, joined: by the ids of the values of all lanes
+        # Joined values that forward made, by the ids of the values of all lanes
         self._joined: dict[tuple[int, ...], Any] = {}
-        # Found by `join_changes`, written by `enter`
+        # The caller's containers and objects, each with its change, for `enter`
         self._changed_containers: list[tuple[Any, EntriesAfter]] = []
         self._changed_objects: list[tuple[Any, Any]] = []
 
@@ -281,8 +295,12 @@ class Borrowed:
     ) -> None:
         """Join what forward did to the copies. The caller's own objects are not written yet.
 
-        Parts of objects return to `device`; None leaves them where they are. `outputs` are those of
-        the lanes: options for their places hold for the entries of a container that they return.
+        Args:
+            join: Joins the values of one entry.
+            device: The device of the joined objects; None leaves their parts where they are.
+            outputs: The outputs of the lanes. Options for their places hold for the entries of a
+                container that they return.
+            join_outputs: Joins outputs, or refuses them.
 
         Raises:
             ShardError: If a change cannot be joined, or lanes wrote an object that all of them use.
@@ -296,14 +314,15 @@ class Borrowed:
             self._changed_containers = self._join_containers(join)
         except ShardError:
             if self._places_in_output:
-                # Its error names all places of the output, and the options with their keys
+                # Refused as an output instead: that error names all places, and the options with
+                # their keys. The joined value is dropped
                 join_outputs([*map(self._show_new_entries, outputs, self._loans)])
             raise
         self._changed_objects = self._join_objects(device)
 
     def enter(self) -> None:
-        """Bring what forward did to the caller's own objects."""
-        # An interrupt between two of them leaves the rest as it was, as in the plain call
+        """Write the joined changes into the caller's own objects."""
+        # An interrupt between two objects leaves the rest as it was, as in the plain call
         for container, after in self._changed_containers:
             enter_entries(container, after)
         for value, joined in self._changed_objects:
@@ -315,15 +334,14 @@ class Borrowed:
         """Return an output with marks in the places of the lane's copies of arguments."""
         arguments = self._arguments.get(lane)
         if arguments is None:
-            # Once per lane, since each new entry of a container is marked too
+            # Made once per lane: this function is called for each new entry of a container too
             arguments = self._arguments[lane] = {}
             loan = self._loans[lane]
             for path, before in zip(self._paths, loan.containers, strict=True):
                 arguments[id(before.container)] = path
             # Numbers and texts are left out: lanes make equal ones, which may be the same object
             for index, leaf in enumerate(loan.leaves):
-                has_rules = index in loan.objects
-                if isinstance(leaf, torch.Tensor) or has_rules:
+                if isinstance(leaf, torch.Tensor) or index in loan.objects:
                     arguments[id(leaf)] = index
 
         def find_mark(node: Any) -> ReturnedArgument | None:
@@ -347,12 +365,14 @@ class Borrowed:
         """Return a joined output with the caller's own arguments in the places of their marks."""
         if not self._marks:
             return output
-        return replace_parts(
-            output, lambda node: node.argument if type(node) is ReturnedArgument else None
-        )
+
+        def find_argument(node: Any) -> Any:
+            return node.argument if type(node) is ReturnedArgument else None
+
+        return replace_parts(output, find_argument)
 
     def _find_places_in_output(self, output: Any) -> None:
-        """Note where the output of a lane has its containers: the first place of each."""
+        """Note the path to each container that lane 0 returns; of several paths, the first one."""
         paths: dict[int, Path] = {}
         for path, before in zip(self._paths, self._loans[0].containers, strict=True):
             paths[id(before.container)] = path
@@ -361,9 +381,9 @@ class Borrowed:
                 self._places_in_output.setdefault(paths[id(node)], place)
 
     def _show_new_entries(self, output: Any, loan: Loan) -> Any:
-        """Return the output of a lane with the entries that forward wrote into its arguments.
+        """Return the output of a lane with only new entries in the containers of arguments.
 
-        All other parts of arguments are one object, which is joined.
+        Other entries are replaced by an object that all lanes have, and that is joined.
         """
         lent = {id(before.container): before for before in loan.containers}
 
@@ -377,7 +397,7 @@ class Borrowed:
             entries = now.items_by_key() | now.attributes
             shown: dict[Any, Any] = {}
             for key, value in entries.items():
-                # A container that forward has not changed may hold one that it has
+                # A container that forward has not changed may hold a container that it has changed
                 is_shown = isinstance(sources.get(key), New) or id(value) in lent
                 shown[key] = replace_parts(value, show) if is_shown else _OF_ARGUMENT
             return [*shown.values()] if isinstance(now.items, list) else shown
@@ -387,14 +407,15 @@ class Borrowed:
     # Changed containers
 
     def _refuse_written_whole(self) -> None:
-        """Refuse changes of objects that every lane has whole: the caller's, or a copy of it."""
-        compared: set[int] = set()  # lanes on the object's own device have the same object
+        """Refuse changes of objects that every lane has whole: the caller's, or copies of them."""
+        compared: set[int] = set()  # of shared objects, which are the same one in several lanes
         for loan in self._loans:
-            written = [index for index in loan.objects if index in self._whole]
-            written = [index for index in written if _is_object_changed(loan, index)]
+            whole = [index for index in loan.objects if index in self._whole]
+            written = [index for index in whole if _is_object_changed(loan, index)]
             for index in loan.shared.keys() - compared:
                 compared.add(index)
-                if not are_same_objects(_read_shared(loan.leaves[index]), loan.shared[index]):
+                now = list_state(loan.leaves[index], find_rules)
+                if not are_same_objects(now, loan.shared[index]):
                     written.append(index)
             for index in written:
                 value = loan.leaves[index]
@@ -417,7 +438,7 @@ class Borrowed:
             own = follow_path(self._call, path)
             place = address_in_call(path)
             if id(own) in done:
-                # `flatten` made two containers of it, and forward may have changed each in its way
+                # Each lane has two copies of it, and forward may have changed them differently
                 _refuse(place, own, "it is at two places of the call, where each lane has two")
             done.add(id(own))
             have_all_changed = len(changed) == len(of_lanes)
@@ -425,11 +446,11 @@ class Borrowed:
                 _refuse(place, own, "the lanes changed it differently")
             items = [after.items for after in changed]
             attributes = [after.attributes for after in changed]
-            after = changed[0]._replace(
+            joined_entries = changed[0]._replace(
                 items=self._join_entries(items, join, path, own),
                 attributes=self._join_entries(attributes, join, path, own),
             )
-            joined.append((own, after))
+            joined.append((own, joined_entries))
         return joined
 
     def _join_entries(
@@ -437,7 +458,7 @@ class Borrowed:
     ) -> Sources:
         """Return the entries of one container, joined from those of the lanes.
 
-        The container of the caller is `own`, at this path of the call.
+        `own` is the container of the caller, and `path` leads to it.
         """
         joined: Sources = {}
         refused: dict[str, GatherError] = {}
@@ -457,18 +478,21 @@ class Borrowed:
             place, only = refused.popitem()
             _refuse(place, own, only.message)
         if refused:
-            # Each message may name an option for its own entry, which would hold for all of them
+            # Their messages are left out: each may name an option, which would hold for all entries
             _refuse(" and ".join(refused), own, "they cannot be joined")
         return joined
 
     def _join_new(self, column: Sequence[Any], join: Join, place: Path | None, key: Any) -> Any:
-        """Return the caller's value for the values that the lanes put under one key."""
-        # One value under two names stays one object. The lanes' containers keep the values alive,
-        # so no other value has their ids
+        """Return the caller's value for the values that the lanes put under one key.
+
+        `place` is the path of the container in the output; None if it is not returned.
+        """
+        # An object under two keys stays one object. The lanes' containers keep the values alive, so
+        # no other value has their ids
         ids = tuple(map(id, column))
-        # Two equal numbers may be one object, and each has the options of its key
-        may_be_equal_by_chance = all(map(is_plain_value, column))
-        if ids not in self._joined or may_be_equal_by_chance:
+        # Equal numbers under two keys may be one object by chance, and each key has its own options
+        may_be_one_by_chance = all(map(is_plain_value, column))
+        if ids not in self._joined or may_be_one_by_chance:
             # An entry may be an argument too, or hold one
             values = [self.mark_returned(value, lane) for lane, value in enumerate(column)]
             self._joined[ids] = self.resolve(join(values, place, key))
@@ -480,13 +504,13 @@ class Borrowed:
         """Return each object with rules that lanes changed, with the joined state of its parts."""
         joined_objects: list[tuple[Any, Any]] = []
         for index in self._loans[0].objects:
-            if index in self._whole:  # unchanged: a write was refused
+            if index in self._whole:  # not changed, or the call would have been refused
                 continue
             if not any(_is_object_changed(loan, index) for loan in self._loans):
                 continue
             parts = [loan.leaves[index] for loan in self._loans]
             if device is not None:
-                # It takes a leaf, and returns the value in it
+                # `place_leaf` takes a leaf, and returns the value in it
                 parts = [place_leaf(WholeLeaf(part), device) for part in parts]
             value = self._values[index].value
             joined = self._join_parts(index, value, parts)
@@ -496,7 +520,7 @@ class Borrowed:
         return joined_objects
 
     def _join_parts(self, index: int, value: Any, parts: Sequence[Any]) -> Any:
-        """Return the parts of an object in one, with the address of the argument in errors."""
+        """Return the joined object, or refuse the parts with the address of the argument."""
         if len(parts) == 1:
             return parts[0]
         try:
@@ -514,9 +538,9 @@ class Borrowed:
     def _keep_attributes(self, index: int, value: Any, joined: Any) -> None:
         """Give a joined object the caller's own tensors for the attributes that no lane has set.
 
-        Joined tensors are new ones in any case.
+        The rules of the class have joined these to new tensors, though no lane changed them.
         """
-        # Rules with an `update` compare the entries themselves
+        # Rules with an `update` find unchanged entries themselves
         if splitter_of(value).update is not None:
             return
         own = read_attributes(value)
@@ -533,16 +557,14 @@ class Borrowed:
             now = _read_versions(loan.leaves[index]).get(name)
             if before is None or now is None:
                 return True
-            value_before, version_before = before
-            value, version = now
-            if value is not value_before or version != version_before:
+            if now.value is not before.value or now.version != before.version:
                 return True
         return False
 
 
 def _is_object_changed(loan: Loan, index: int) -> bool:
     """True if forward has changed the lane's part of an object with rules."""
-    return not are_same_objects(contents_of(loan.leaves[index]), loan.objects[index])
+    return not are_same_objects(list_contents(loan.leaves[index]), loan.objects[index])
 
 
 def _refuse(place: str, container: Any, why: str) -> NoReturn:

@@ -1,6 +1,7 @@
-"""Columns: the values of all lanes at one place of an output.
+"""Columns: the values of all lanes at one place of an output, with one value per lane.
 
-Kinds, sizes, and equality of values, and their words in errors. No value is changed here.
+This file has predicates of their kinds, sizes, and equality, and writes them in words for errors.
+It changes no value.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _MOST_CHARACTERS = 60  # of each of them
 
 
 def shape_of(value: object) -> tuple[int, ...] | None:
-    """Return the shape of a tensor or an array; None for a nested tensor and for other values."""
+    """Return the shape of a tensor or an array; None for a nested tensor and any other value."""
     try:
         shape = getattr(value, "shape", None)
-    except Exception:  # noqa: BLE001 -- of a nested tensor, or of a property of the user's
+    except Exception:  # noqa: BLE001 -- a nested tensor, or a property of the user's, may raise
         return None
     # A class of the user may have a method, or anything else, under this name.
     if not isinstance(shape, tuple) or not all(isinstance(size, int) for size in shape):
@@ -62,7 +63,7 @@ def are_numbers(column: Sequence[Any]) -> bool:
 
 def have_dims(column: Sequence[Any]) -> bool:
     """True for tensors or arrays with dims."""
-    return all(shape_of(part) for part in column)
+    return all(map(shape_of, column))  # an empty shape is false
 
 
 # Sizes
@@ -76,16 +77,16 @@ def sizes_on(column: Sequence[Any], dim: int) -> list[int]:
         return []
 
 
-def are_auxiliary(items: Sequence[Any], beside: Mapping[Any, Any]) -> bool:
-    """True if dicts in a list repeat tensors next to the list, as the `aux_outputs` of DETR.
+def are_auxiliary(items: Sequence[Any], siblings: Mapping[Any, Any]) -> bool:
+    """True if the items of a list are dicts like the `aux_outputs` of DETR.
 
-    They have the same keys and shapes.
+    Each tensor in them has the key and the shape of a tensor next to the list, in `siblings`.
     """
     for item in items:
         if not isinstance(item, Mapping) or not item:
             return False
         for key, value in item.items():
-            other: Any = beside.get(key)
+            other: Any = siblings.get(key)
             if not are_tensors([value, other]) or value.shape != other.shape:
                 return False
     return True
@@ -100,9 +101,9 @@ def are_all_equal(column: Sequence[Any]) -> bool:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Compare by value; for registered classes, by their tensors.
+    """Compare two values; those of registered classes by their tensors.
 
-    Two NaNs are equal. A value that cannot be compared equals no other.
+    Two NaNs are equal. A value whose comparison raises an error equals no other.
     """
     try:
         if isinstance(one, WholeLeaf):
@@ -113,10 +114,10 @@ def _are_equal(one: Any, other: Any) -> bool:
             other = other.to(one.device)
             if torch.equal(one, other):
                 return True
-            # A second look, since `equal` finds two NaNs different.
+            # `equal` finds two NaNs different
             return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
         if is_array(one):
-            # By value: the bytes of objects and of long texts are addresses.
+            # By value, not by bytes: those of an array of objects are addresses
             has_nan = one.dtype.kind in "fc"  # floats and complex numbers
             is_same = sys.modules["numpy"].array_equal(one, other, equal_nan=has_nan)
             return one.dtype == other.dtype and bool(is_same)

@@ -1,4 +1,4 @@
-"""Put the parts of one output together: tensors, arrays, and numbers."""
+"""Put the values of all lanes at one place together: tensors, arrays, and numbers."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ def pad(parts: Sequence[torch.Tensor], dim: int, value: Any) -> list[torch.Tenso
     padded = []
     for part in parts:
         ends: list[int] = []
-        for each in reversed(dims):  # torch takes the last dim first, with its start and its end
+        for each in reversed(dims):  # torch takes the padding of the last dim first
             missing = 0 if each == row_dim else longest[each] - part.shape[each]
-            ends += [0, missing]
+            ends += [0, missing]  # before the dim, and after it
         is_short = any(ends)
         padded.append(torch.nn.functional.pad(part, ends, value=value) if is_short else part)
     return padded
 
 
 def are_of_one_form(parts: Sequence[torch.Tensor], dim: int, device: torch.device) -> bool:
-    """True if parts from elsewhere can be written into one tensor on the device.
+    """True if parts can be copied straight into one tensor on the device.
 
     Their dtypes are equal: `Joiner` refuses others.
     """
     if all(part.device == device for part in parts):
-        return False  # torch.cat reads each part once too
+        return False  # torch.cat copies each part once too
     if not are_alike(parts, dim):
         return False
     records = torch.is_grad_enabled()
     for part in parts:
-        # The copy would drop a subclass.
+        # A copy would lose a subclass
         if type(part) is not torch.Tensor or not part.is_contiguous():
             return False
-        # Autograd refuses a write into one of the views that `split` returns.
+        # Autograd refuses a write into one of the views that `split` returns
         if records and part.requires_grad:
             return False
     return True
@@ -77,24 +77,24 @@ def write_into_one(parts: Sequence[torch.Tensor], dim: int, device: torch.device
     shape = list(parts[0].shape)
     shape[dim] = sum(sizes)
     joined = torch.empty(shape, dtype=parts[0].dtype, device=device)
-    # A copy to the CPU that does not block may end after the caller has read the tensor. Copies
-    # elsewhere are queued: `PlacedCall` has recorded that this stream uses the parts.
+    # A copy to the CPU that does not block may end after the caller has read the tensor. Copies to
+    # other devices are queued on this stream, which `PlacedCall` has noted as a user of the parts
     may_return_early = device.type != "cpu"
-    for place, part in zip(joined.split(sizes, dim), parts, strict=True):
-        place.copy_(part, non_blocking=may_return_early)
+    for view, part in zip(joined.split(sizes, dim), parts, strict=True):
+        view.copy_(part, non_blocking=may_return_early)
     return joined
 
 
 def concatenate_arrays(parts: Sequence[Any], dim: int) -> Any:
     """Return arrays of numpy next to each other along `dim`."""
     numpy = sys.modules["numpy"]  # a script that has arrays has imported it
-    # Only the function of `ma` keeps masks.
+    # Only the function of `ma` keeps masks
     library = numpy.ma if isinstance(parts[0], numpy.ma.MaskedArray) else numpy
     return library.concatenate(parts, axis=dim)
 
 
 def fits(value: Any, dtype: torch.dtype) -> bool:
-    """True if a dtype has this value."""
+    """True if a value can be stored in a dtype without a change."""
     try:
         return bool(torch.full((), value, dtype=dtype).item() == value)
     except (OverflowError, RuntimeError, TypeError, ValueError):
@@ -105,7 +105,10 @@ def fits(value: Any, dtype: torch.dtype) -> bool:
 
 
 def reduce_numbers(parts: Sequence[Any], sizes: Sequence[int], reduce: Reduce | None) -> Any:
-    """Return one value from the numbers of the lanes."""
+    """Return one value from the numbers of the lanes.
+
+    `sizes` are the row counts of the shards, by which a mean weighs the numbers.
+    """
     first = parts[0]
     kind = str(first.dtype) if isinstance(first, torch.Tensor) else type(first).__name__
 
@@ -115,17 +118,17 @@ def reduce_numbers(parts: Sequence[Any], sizes: Sequence[int], reduce: Reduce | 
     if reduce is None:
         refuse_number("and no reduction is right for every number")
     if reduce == "sum":
-        if kind in ("bool", "torch.bool"):  # True and True are not 2
+        if kind in ("bool", "torch.bool"):  # the sum of True and True would be 2
             refuse_number(_NO_SUM)
         try:
-            # Without the 0 of `sum`: the first number decides about the type and the device.
+            # Not from 0: the sum has the type and the device of the first number
             return sum(parts[1:], start=first)
         except TypeError:  # an object that only looks like a number
             refuse_number(_NO_SUM)
     if reduce == "mean":
         if not _has_mean(first):
             refuse_number("which has no mean over lanes")
-        return _weigh(parts, sizes)
+        return _weighted_mean(parts, sizes)
     try:
         if isinstance(first, torch.Tensor):
             vector = torch.stack(list(parts))
@@ -138,22 +141,23 @@ def reduce_numbers(parts: Sequence[Any], sizes: Sequence[int], reduce: Reduce | 
     return reduce(vector)
 
 
-def _weigh(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return the mean. Each shard counts by its rows, as in a mean over rows."""
+def _weighted_mean(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Return the mean of numbers, each weighted by the rows of its shard."""
     if len(parts) == 1:
-        return parts[0]  # also of no rows, which have no weight
+        return parts[0]  # also of zero rows, by which the weight below would divide
     rows = sum(sizes)
     mean = parts[0] * (sizes[0] / rows)
     for part, size in zip(parts[1:], sizes[1:], strict=True):
         weight = size / rows
         if isinstance(mean, torch.Tensor):
-            mean = torch.add(mean, part, alpha=weight)  # no tensor of the product
+            mean = torch.add(mean, part, alpha=weight)  # without a tensor for the product
         else:
-            mean = mean + part * weight  # not in place: the type may keep the caller's object
+            mean = mean + part * weight  # `+=` may write into an object of the user's type
     return mean
 
 
 def _has_mean(value: Any) -> bool:
+    """True for floats and complex numbers. The mean of integers would be of another type."""
     if isinstance(value, torch.Tensor):
         return value.is_floating_point() or value.is_complex()
     return isinstance(value, numbers.Complex) and not isinstance(value, numbers.Integral)

@@ -1,4 +1,4 @@
-"""From a call to its shards: take it apart, plan the cut, and scatter it.
+"""From a call to its shards: take the call apart, plan the cut, and scatter the arguments.
 
 A plan depends on the structure of the call, on the classes of leaves, and on their rows; never on
 values or earlier calls. It is made once per combination and cached.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import count, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
@@ -52,14 +51,15 @@ _NEW_SHAPE = (
     "the model changed its shape in place, and each lane changed its own part. Use an out-of-place "
     "operation, such as unsqueeze or reshape"
 )
-# Names of the nodes of autograd that made the parts here. Any other node is a write of forward
-_COPIES = ("SplitWithSizes", "CloneBackward")
+# Names of the autograd nodes of the copies made here. Any other node is a write of forward
+_COPY_NODES = ("SplitWithSizes", "CloneBackward")
 _MOST_PLANS = 1024  # for loaders with many sizes; a guess that no test has contradicted
 
-# In C: each of these reads every tensor of a warm call
+# In C, since each of these reads every tensor of a warm call
 _on_cpu = attrgetter("is_cpu")
 _shape_of = attrgetter("shape")
-_attributes_of = attrgetter("__dict__")  # empty, and so false, without an attribute
+_attributes_of = attrgetter("__dict__")  # an empty dict is false
+# Torch's stub says that it returns None
 _split_copies: Callable[..., Sequence[torch.Tensor]]
 _split_copies = torch.split_with_sizes_copy  # type: ignore[assignment]
 
@@ -81,16 +81,16 @@ class Shard(NamedTuple):
         kwargs: The keyword arguments.
         rows: The number of rows.
         leaves: The leaves of the arguments.
-        origins: The caller's value that each copy is a copy of, by the id of the copy. The leaves
-            keep the copies alive, so no other object has such an id.
-        loan: What the lane has borrowed, and what that was before the call.
+        origins: The caller's value of each copy, by the id of the copy. The leaves keep the copies
+            alive, so no other object has such an id.
+        loan: What the lane has borrowed, and its contents before the call.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: int
     leaves: Sequence[Any] = ()
-    origins: dict[int, Any] = {}  # noqa: RUF012
+    origins: dict[int, Any] = {}  # noqa: RUF012 -- nobody writes it
     loan: Loan = NOTHING
 
 
@@ -103,12 +103,12 @@ class ShardPlan:
         spec: The structure.
         dims: The dim of each leaf.
         sizes: The row counts of the shards.
-        hint: A warning if an option would cut the call better.
+        hint: A warning if an option would cut the call better; None if no option would.
         rows: The row count of the call.
         whole_tensors: The indices of the tensors that every lane gets whole.
         cut_tensors: The indices of the tensors that are cut into several parts.
-        objects: The indices of the values with rules.
-        unknown: The indices of objects of other classes.
+        objects: The indices of the values with rules, each of which is a `WholeLeaf`.
+        unknown: The indices of objects without rules, which are never cut.
         containers: The paths to the containers that forward may change.
     """
 
@@ -149,15 +149,15 @@ class ShardPlan:
     # Scatter
 
     def columns(self, flat: FlatCall, copy: bool) -> list[Sequence[Any]]:
-        """Return the parts of each leaf, one per size, and the same object if a leaf stays whole.
+        """Return the parts of each leaf, one per size. All parts of an uncut leaf are the leaf.
 
         With `copy`, parts of tensors are copies, so that a lane may write into its part while
-        autograd records: torch refuses such writes to one of several views. `write_back` brings
-        them to the argument. Without, parts are views.
+        autograd records: torch refuses such a write into one of several views. `write_back` brings
+        the writes to the argument. Without `copy`, parts are views.
         """
         leaves = flat.leaves
-        different = set(map(id, leaves))
-        if len(different) == len(leaves):
+        ids = set(map(id, leaves))
+        if len(ids) == len(leaves):
             # `map` calls `_split` from C: before Python 3.12, a comprehension is one more function
             return [*map(self._split, count(), leaves, repeat(copy))]
         # One object at two places stays one object in each lane, unless each place has its own dim
@@ -179,20 +179,19 @@ class ShardPlan:
     ) -> Shard:
         """Return a shard of these columns on a device.
 
-        Parts from elsewhere are copied on the thread's streams. The lane owns what is made here,
-        and borrows the rest; both are noted in the loan.
+        Parts from other devices are copied on the thread's streams. The lane owns the containers
+        and copies that are made here, and borrows the rest; the loan has notes of both.
         """
         parts = [column[index] for column in columns]
         moved: dict[int, Any] = {}  # by the id of the part: one at two places stays one object
-        leaves = []
         for part in parts:
             if id(part) not in moved:
                 moved[id(part)] = _move(part, device)
-            leaves.append(moved[id(part)])
+        leaves = [moved[id(part)] for part in parts]
         call = unflatten(flat.spec, leaves)
 
-        # If all lanes return their copies of one argument, the output is the argument itself. A cut
-        # tensor has no origin: its parts are joined
+        # If all lanes return their copies of one argument, the output is the argument itself. Parts
+        # of a cut tensor have no origin, since they are joined
         origins: dict[int, Any] = {}
         for placed, argument, dim in zip(leaves, flat.leaves, self.dims, strict=True):
             if isinstance(argument, WholeLeaf):
@@ -203,7 +202,7 @@ class ShardPlan:
         copied: Sequence[int] = ()
         shared: Sequence[int] = ()
         if self.objects or self.unknown:
-            # `_move` has taken the values out of their WholeLeaf
+            # `_move` has replaced each WholeLeaf by its value
             copied = [at for at in self.objects if leaves[at] is not flat.leaves[at].value]
             # An object that was neither cut nor moved is the caller's own. One lane may write it,
             # as the plain call does; several would each write once
@@ -237,8 +236,8 @@ class ShardPlan:
                 )
                 raise ShardError(msg)
             return [WholeLeaf(part) for part in parts]
-        # A copy of an inference tensor may have no version, so a write into it is not found. A
-        # write into a view is one into the argument
+        # A copy of an inference tensor may have no version to find a write by. Its parts are views,
+        # through which a lane writes into the argument itself
         copy = copy and not leaf.is_inference()
         try:
             if copy and leaf.is_contiguous():
@@ -252,6 +251,7 @@ class ShardPlan:
         return [view.clone() for view in views] if copy else views
 
     def _refuse_layout(self, index: int, leaf: torch.Tensor, error: Exception) -> NoReturn:
+        """Refuse to cut a sparse or nested tensor."""
         kind = "nested tensor" if leaf.is_nested else f"tensor of layout {leaf.layout}"
         msg = (
             f"{self._name(index)} is a {kind}, which torch cannot split. Pass a dense "
@@ -277,24 +277,24 @@ class ShardPlan:
     def find_borrowed(
         self, flat: FlatCall, given: tuple[tuple[Any, ...], dict[str, Any]], loans: Sequence[Loan]
     ) -> Borrowed | None:
-        """Return what the lanes have borrowed from the given arguments of the caller.
+        """Return what the lanes have borrowed from `given`, the caller's own arguments.
 
-        None if these are tensors and plain values alone.
+        None if all arguments are tensors and plain values.
         """
         if not (self.containers or self.objects or self.unknown):
             return None
         whole: Sequence[int] = ()
         if len(self.sizes) > 1:  # a single lane may write what it has whole
             uncut = [index for index in self.objects if self.dims[index] is None]
-            # An empty cache gets the rows of each lane, also if it is declared as whole
+            # Each lane fills its copy of an empty cache, also if the cache is declared as whole
             whole = [index for index in uncut if not _is_empty(flat.leaves[index].value)]
         return Borrowed(given, self.containers, flat.leaves, loans, whole, self._name)
 
     def write_back(self, flat: FlatCall, columns: Columns, loans: Sequence[Loan]) -> None:
-        """Write what lanes wrote into their copies of tensors into the caller's arguments.
+        """Repeat what lanes wrote into their copies of tensors in the caller's arguments.
 
-        `columns` are the parts that `columns` returned. Parts that are views need nothing: the
-        argument is written already.
+        `columns` are from the method of that name. A write into a part that is a view needs no
+        repetition: it has reached the argument.
 
         Raises:
             ShardError: If lanes wrote into copies of a tensor that each of them got whole, or
@@ -314,11 +314,11 @@ class ShardPlan:
     def _write_back_with_graph(
         self, flat: FlatCall, columns: Columns, loans: Sequence[Loan]
     ) -> None:
-        """Do the same while autograd records, when parts are copies."""
+        """Do what `write_back` does while autograd records: then parts are copies."""
         by_lane = [{moved.leaf: moved for moved in loan.moved} for loan in loans]
-        if not loans:  # a call of plain tensors
+        if not loans:  # a call of plain tensors, of which none moved
             by_lane = [{}] * len(self.sizes)
-        # The cut tensors, and those that moved. Any other is the argument itself, and written
+        # The tensors that were cut or moved. Lanes have any other tensor itself
         indices = set(self.cut_tensors).union(*by_lane)
         done: set[int] = set()  # one object at two places has one list of parts
         for index in sorted(indices):
@@ -326,7 +326,7 @@ class ShardPlan:
             if id(parts) in done:
                 continue
             done.add(id(parts))
-            # Parts of an inference tensor that stayed here are views: it is written already
+            # Parts of an inference tensor are views, unless they moved
             is_copied = index in self.cut_tensors and not argument.is_inference()
             written = self._read_written(index, parts, by_lane, is_copied=is_copied)
             if written is not None:
@@ -343,7 +343,7 @@ class ShardPlan:
     ) -> _Written | None:
         """Return the parts of a leaf as they are now; None if no lane wrote its part.
 
-        `is_copied`: parts that stayed here are copies.
+        `is_copied` is True if parts that were not moved are copies, and not views.
         """
         is_written = is_recorded = False
         now: list[torch.Tensor] = []
@@ -355,16 +355,16 @@ class ShardPlan:
                 has_new_node = moved.copied.grad_fn is not moved.node
             else:
                 now.append(part)
-                # A part that stayed here was copied for this call, so its version was 0
+                # A copy of a part was made for this call, so its version was 0
                 is_part_written = is_copied and version_of(part) > 0
                 node = part.grad_fn
-                has_new_node = node is not None and not node.name().startswith(_COPIES)
+                has_new_node = node is not None and not node.name().startswith(_COPY_NODES)
             is_written = is_written or is_part_written
             is_recorded = is_recorded or has_new_node
         return _Written(now, is_recorded) if is_written else None
 
     def _write_parts(self, index: int, argument: torch.Tensor, written: _Written) -> None:
-        """Write parts into an argument. Autograd records it if it recorded a write of a lane."""
+        """Write the parts into an argument. Autograd records that if it recorded a lane's write."""
         record_use(written.parts)  # made on the lanes' streams, and read on this one
         with torch.set_grad_enabled(written.is_recorded):
             at_home = [transfer(part, argument.device) for part in written.parts]
@@ -379,7 +379,7 @@ class ShardPlan:
             argument.copy_(joined)
 
     def _check_not_whole(self, index: int) -> None:
-        """Refuse a write into a tensor that every lane has whole. A single lane may write it."""
+        """Refuse a write into a tensor that several lanes have whole: each of them wrote once."""
         if self.dims[index] is None and len(self.sizes) > 1:
             raise ShardError(WRITTEN_WHOLE)
 
@@ -392,7 +392,7 @@ class ShardPlan:
 
 
 def _is_empty(value: Any) -> bool:
-    """True for an object such as a cache before its first call, which forward fills."""
+    """True for an object without rows that forward fills, such as a cache before its first call."""
     rules = splitter_of(value)
     return rules.may_be_empty and rules.rows(value) == 0
 
@@ -414,28 +414,29 @@ def _is_written(moved: Moved) -> bool:
 
 
 def _move(leaf: Any, device: torch.device) -> Any:
-    """Return a leaf on a device: the value of a leaf that is kept whole, or any other leaf."""
-    if isinstance(leaf, WholeLeaf):
-        move: Callable[[], Any] = partial(place_leaf, leaf, device)
-        is_copied = True
-    elif isinstance(leaf, torch.Tensor):
-        move = partial(transfer, leaf, device)
-        is_copied = leaf.device != device
-    else:
+    """Return a leaf on a device, and the value in place of a `WholeLeaf`."""
+    is_whole = isinstance(leaf, WholeLeaf)
+    if not is_whole and not isinstance(leaf, torch.Tensor):
         return leaf
+    is_copied = is_whole or leaf.device != device
     # A copy made in inference mode would have no version, which shows a write in place
     must_have_version = is_copied and torch.is_inference_mode_enabled()
     with lasting() if must_have_version else nullcontext():
-        return move()
+        return place_leaf(leaf, device) if is_whole else transfer(leaf, device)
 
 
 class Cutter:
-    """Plans the calls of one method of a target.
+    """Plans the calls of one method of a target. Threads may share a cutter.
 
-    Threads may share a cutter. `sizes` is a function of the numbers of units and lanes, and returns
-    the units of each shard; a unit has `unit` rows. With `warns`, plans with a large shard have a
-    hint. With `lists_are_shared`, the rules are those of
-    torch.nn.DataParallel: every lane gets the same list or object.
+    Args:
+        dim: The dim of the rows of arguments that `in_dims` does not name.
+        in_dims: Where the rows of arguments lie, by the names of the target's parameters.
+        parameters: The names of the target's parameters; None if they are not known.
+        lists_are_shared: True for the rules of torch.nn.DataParallel: every lane gets the same list
+            or object.
+        sizes: Returns the units of each shard, from the number of units and the number of lanes.
+        unit: The rows of a unit, which stay together.
+        warns: True if plans with a large shard get a hint.
     """
 
     def __init__(
@@ -458,7 +459,7 @@ class Cutter:
         self._unit = unit
         self._warns = warns
         self._dims: dict[TreeSpec, Dims] = {}
-        # By lanes and the shapes of plain tensors, or by structure, extents, classes, and lanes
+        # The keys are those of `plan_of_tensors` and of `plan`, which differ in length
         self._plans: dict[tuple[Any, ...], ShardPlan] = {}
 
     def plan_of_tensors(self, args: tuple[Any, ...], lanes: int) -> ShardPlan | None:
@@ -481,7 +482,7 @@ class Cutter:
         return plan
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCall:
-        """Take a call apart."""
+        """Return a call taken apart, with sequences that `in_dims` cuts by item as leaves."""
         if self._in_dims:
             args, kwargs = self._declarations.mark_items(args, kwargs)
         leaves, spec = flatten((args, kwargs))
@@ -499,7 +500,8 @@ class Cutter:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._make_plan(flat, self._dims_of(flat.spec), lanes)
-            if OBJECT not in flat.extents:  # another object of that class may be refused
+            # Another object of the same class may hold tensors, for which `_make_plan` refuses it
+            if OBJECT not in flat.extents:
                 _keep(self._plans, key, plan)
         cut = [flat.leaves[index] for index in plan.cut_tensors]
         if any(map(_attributes_of, cut)) and not self._lists_are_shared:
@@ -509,16 +511,16 @@ class Cutter:
     def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, FlatCall]:
         """Return the plan that gives this call uncut to one lane, and the call taken apart.
 
-        Rows may disagree.
+        Row counts may disagree: the rows of the plan are those of the first leaf with rows.
         """
         leaves, spec = flatten((args, kwargs))
         extents = map(extent_of, leaves, self._dims_of(spec))
-        rows = next((extent for extent in extents if extent >= 0), 0)
+        rows = next((extent for extent in extents if extent >= 0), 0)  # 0 without such a leaf
         whole = (None,) * len(leaves)
         return ShardPlan(spec, leaves, whole, (rows,)), FlatCall(leaves, spec)
 
     def rows(self, args: tuple[Any, ...]) -> int:
-        """Return the row count of a call of tensors: that of the first with rows."""
+        """Return the row count of a call of tensors: that of the first one with rows, or 0."""
         for index, leaf in enumerate(args):
             extent = extent_of(leaf, self._declarations.dim_at((0, index)))
             if extent >= 0:
@@ -540,8 +542,8 @@ class Cutter:
             refuse_broken_units(flat, rows, self._unit)
         units = rows // self._unit
         sizes = tuple(self._unit * each for each in self._choose_sizes(units, lanes))
-        # A single row goes whole to every lane. A cache without rows yet is cut into caches that
-        # will have the rows of their lanes
+        # A leaf of one row goes whole to every lane. A cache without rows is cut into empty caches,
+        # which will have the rows of their lanes
         cut_extents = (rows, EMPTY) if rows != 1 else ()
         cut_dims: list[int | None] = []
         for dim, extent in zip(dims, flat.extents, strict=True):
@@ -579,8 +581,8 @@ class Cutter:
 
 def _keep(cache: dict[Any, Any], key: Any, value: Any) -> None:
     """Add an entry to a cache of limited size."""
-    # Each line is one step, so no lock is needed: at worst, two threads make the same entry, or
-    # one thread drops a new entry of another one
+    # `clear` and the assignment are one step each, so no lock is needed: at worst, two threads make
+    # the same entry, or one thread drops a new entry of another
     if len(cache) >= _MOST_PLANS:
         cache.clear()
     cache[key] = value

@@ -26,10 +26,14 @@ from parawrap.engine.rules.transformers_caches import is_cache
 from parawrap.errors import ShardError
 from parawrap.tree import UNDECLARED, TreeSpec, list_attributes, tensors_in
 
-# Values in an error, which must stay readable; its cure names every argument
+# Values that an error describes, so that it stays readable; its cure names every argument
 _MOST_LISTED = 20
-# More values with multiples of the rows are a dict of parameters; a guess that no test contradicts
+# If more values have a multiple of the rows, they are rather a dict of parameters: a guess that no
+# test has contradicted
 _MOST_MULTIPLES = 4
+
+Entries = dict[Path, str | int | None]
+"""Entries of `in_dims`, by the path of an argument or of a value in it. None: it goes whole."""
 
 
 class _LeafWithRows(NamedTuple):
@@ -47,10 +51,16 @@ class _LeafWithRows(NamedTuple):
 
 
 class _Unclear(NamedTuple):
-    """A value of a call that may or may not be cut: its place, and its description for an error."""
+    """A value that is refused until `in_dims` declares it.
+
+    Attributes:
+        path: The path to the value.
+        description: The value and why it is refused, in words.
+        may_be_items: True if the value may have one item per row.
+    """
 
     path: Path
-    says: str
+    description: str
     may_be_items: bool = False
 
 
@@ -62,31 +72,34 @@ def refuse_disagreement(
     batch = _guess_batch(leaves)
     with_rows = [leaf for leaf in leaves if leaf.rows == batch]
     others = [leaf for leaf in leaves if leaf.rows != batch]
-    # A cure names a leaf if its argument has other leaves with the rows, and else the argument.
-    cut_arguments = {leaf.argument for leaf in with_rows}
-    of_part: dict[Path, list[_LeafWithRows]] = {}
-    for leaf in others:
-        part = leaf.path if leaf.argument in cut_arguments else leaf.argument
-        of_part.setdefault(part, []).append(leaf)
 
-    # One leaf with the rows of the batch is enough for the comparison.
+    # One leaf with the rows of the batch is enough for the comparison
     shown = [*others[:_MOST_LISTED], with_rows[0]]
     listed = [f"{address_in_call(leaf.path)} has {leaf.rows} on dim {leaf.dim}" for leaf in shown]
     msg = f"the rows of the call disagree: {', '.join(listed)}. "
-    # Entries of `in_dims`, which are None here: these values go whole to every lane
-    arguments: dict[Path, str | int | None] = {part[:2]: None for part in of_part}
-    whole: dict[Path, str | int | None] = dict.fromkeys(of_part)
-    # The shorter cure comes first, unless it would leave no argument to cut.
-    keeps_an_argument = bool(cut_arguments - arguments.keys())
-    if arguments != whole and keeps_an_argument:
-        places = _join_places(arguments)
-        cure = declarations.write_cure(arguments)
-        msg += f"To give {places} whole to every lane, such as a dict of parameters, use {cure}. "
-    places = _join_places(whole)
-    cure = declarations.write_cure(whole)
-    msg += f"To give {places} whole to every lane, use {cure}. "
-    msg += _say_other_dims(declarations, of_part, batch)
-    msg += _say_items(declarations, flat, of_part, batch)
+
+    # A cure names a leaf if its argument has other leaves with the rows, and else the argument
+    cut_arguments = {leaf.argument for leaf in with_rows}
+    refused: dict[Path, list[_LeafWithRows]] = {}  # by the path that a cure names
+    for leaf in others:
+        path = leaf.path if leaf.argument in cut_arguments else leaf.argument
+        refused.setdefault(path, []).append(leaf)
+    whole: Entries = dict.fromkeys(refused)
+    whole_arguments: Entries = {path[:2]: None for path in refused}
+    cures = [whole]
+    # The shorter cure comes first, unless it would leave no argument to cut
+    keeps_an_argument = bool(cut_arguments - whole_arguments.keys())
+    if whole_arguments != whole and keeps_an_argument:
+        cures.insert(0, whole_arguments)
+    for entries in cures:
+        places = _join_places(entries)
+        such_as = "" if entries is whole else ", such as a dict of parameters"
+        cure = declarations.write_cure(entries)
+        msg += f"To give {places} whole to every lane{such_as}, use {cure}. "
+
+    # Other meanings of the values, and their cures
+    msg += _say_other_dims(declarations, refused, batch)
+    msg += _say_items(declarations, flat, whole, batch)
     msg += _say_multiples(leaves, batch)
     msg += (
         "If none of these fits, as for offsets into another argument, give each lane a whole "
@@ -96,7 +109,7 @@ def refuse_disagreement(
 
 
 def _find_leaves_with_rows(flat: FlatCall, dims: Sequence[int | None]) -> list[_LeafWithRows]:
-    """Return the leaves with rows, except single rows, which go with any batch."""
+    """Return the leaves with rows, except those of one row, which fit any batch."""
     found: list[_LeafWithRows] = []
     columns = zip(flat.leaves, flat.spec.paths(), flat.extents, dims, strict=True)
     for leaf, path, extent, dim in columns:
@@ -106,8 +119,8 @@ def _find_leaves_with_rows(flat: FlatCall, dims: Sequence[int | None]) -> list[_
 
 
 def _guess_batch(leaves: Sequence[_LeafWithRows]) -> int:
-    """Return the row count of most arguments that are tensors; without such, of most leaves."""
-    # The tensors in one container often outnumber the batch: a dict of parameters
+    """Return the row count of most arguments that are leaves; if there are none, of most leaves."""
+    # A container, such as a dict of parameters, often has more tensors than there are arguments
     of_arguments = [leaf.rows for leaf in leaves if leaf.path == leaf.argument]
     of_leaves = [leaf.rows for leaf in leaves]
     ((batch, _),) = Counter(of_arguments or of_leaves).most_common(1)
@@ -115,21 +128,21 @@ def _guess_batch(leaves: Sequence[_LeafWithRows]) -> int:
 
 
 def _say_other_dims(
-    declarations: InDims, of_part: Mapping[Path, Sequence[_LeafWithRows]], batch: int
+    declarations: InDims, refused: Mapping[Path, Sequence[_LeafWithRows]], batch: int
 ) -> str:
-    """Return the `in_dims` that cut values on another dim, where their sizes allow one.
+    """Return the `in_dims` that cut values on another dim, if one other dim has the rows.
 
-    `of_part` are the leaves that disagree, by the path of the value that a cure names.
+    `refused` are the leaves that disagree, by the path that a cure names.
     """
-    whole: dict[Path, str | int | None] = dict.fromkeys(of_part)
+    whole: Entries = dict.fromkeys(refused)
     by_dim: dict[Path, int] = {}
-    for part, leaves in of_part.items():
-        # All leaves of the value must have the size on one and the same dim
+    for path, leaves in refused.items():
+        # All leaves at the path must have the size on the same dim, and on no other
         dims_of_leaves = [_dims_of_size(each.leaf, batch) for each in leaves]
         all_have_size = all(dims_of_leaves)  # an empty set is false
         dims = set().union(*dims_of_leaves)
         if all_have_size and len(dims) == 1:
-            by_dim[part] = dims.pop()
+            by_dim[path] = dims.pop()
     if not by_dim:
         return ""
     named = " and ".join(f"dim {dim}" for dim in sorted(set(by_dim.values())))
@@ -144,18 +157,20 @@ def _dims_of_size(leaf: Any, size: int) -> set[int]:
     return {dim for dim, each in enumerate(leaf.shape) if each == size}
 
 
-def _say_items(declarations: InDims, flat: FlatCall, parts: Iterable[Path], batch: int) -> str:
-    """Return the `in_dims` that cut values by item, where their lengths allow it."""
+def _say_items(declarations: InDims, flat: FlatCall, whole: Entries, batch: int) -> str:
+    """Return the `in_dims` that cut values by item, if they are as long as the batch.
+
+    `whole` are the entries that give each value whole to every lane.
+    """
     paths = flat.spec.paths()
-    whole: dict[Path, str | int | None] = dict.fromkeys(parts)
-    by_item: dict[Path, str | int | None] = {}
-    for part in whole:
-        # For whole arguments alone: no path has that of a part below one as its first two keys
-        items = {path[2] for path in paths if path[:2] == part and len(path) > 2}
+    by_item: Entries = {}
+    for argument in whole:
+        # The path of a value in an argument is longer than two keys, so nothing is found for it
+        items = {path[2] for path in paths if path[:2] == argument and len(path) > 2}
         is_sequence = all(isinstance(item, int) for item in items)
-        is_declared = declarations.find(part) == "items"
+        is_declared = declarations.find(argument) == "items"
         if is_sequence and len(items) == batch and not is_declared:
-            by_item[part] = "items"
+            by_item[argument] = "items"
     if not by_item:
         return ""
     has = "has" if len(by_item) == 1 else "have"
@@ -165,24 +180,24 @@ def _say_items(declarations: InDims, flat: FlatCall, parts: Iterable[Path], batc
 
 def _say_multiples(leaves: Sequence[_LeafWithRows], batch: int) -> str:
     """Return the advice for values that have several entries per row, such as patches."""
-    # Of images and the patches of all images, the most frequent count may be that of the patches.
-    # If each count is a multiple of the smallest one, that one is the batch
+    # `batch` is the most frequent count, which may be that of the patches. If each count is a
+    # multiple of the smallest one, the smallest one is the batch
     fewest = min(leaf.rows for leaf in leaves)
     if fewest > 0 and all(leaf.rows % fewest == 0 for leaf in leaves):
         batch = fewest
     if batch == 0:
         return ""
-    of_count: dict[int, list[str]] = {}
-    for leaf in leaves:
-        if leaf.rows > batch and leaf.rows % batch == 0:
-            of_count.setdefault(leaf.rows // batch, []).append(address_in_call(leaf.path))
-    if sum(map(len, of_count.values())) > _MOST_MULTIPLES:
+    multiples = [leaf for leaf in leaves if leaf.rows > batch and leaf.rows % batch == 0]
+    if len(multiples) > _MOST_MULTIPLES:
         return ""
+    by_count: dict[int, list[Path]] = {}
+    for leaf in multiples:
+        by_count.setdefault(leaf.rows // batch, []).append(leaf.path)
     said = ""
-    for count, places in of_count.items():
-        has, it = ("has", "it") if len(places) == 1 else ("have", "them")
+    for count, paths in by_count.items():
+        has, it = ("has", "it") if len(paths) == 1 else ("have", "them")
         said += (
-            f"If {_list_in_words(places)} {has} {count} entries per row, as "
+            f"If {_join_places(paths)} {has} {count} entries per row, as "
             f"patches, frames, or masks with one row per head, pass {it} as "
             f"({batch}, {count}, ...), and use flatten(0, 1) in the target. "
         )
@@ -190,26 +205,29 @@ def _say_multiples(leaves: Sequence[_LeafWithRows], batch: int) -> str:
 
 
 def refuse_attributes(declarations: InDims, flat: FlatCall, cut: Sequence[int]) -> None:
-    """Refuse cut tensors with attributes, which their parts would not have."""
+    """Refuse cut tensors with attributes, which their parts would not have.
+
+    `cut` are the indices of the leaves to look at.
+    """
     paths = flat.spec.paths()
-    found: dict[Path, None] = {}
-    names: dict[str, None] = {}  # a dict, since a set has another order in every process
-    rules: set[str] = set()
+    whole: Entries = {}
+    names: dict[str, None] = {}  # a dict, since the order of a set differs between processes
+    registrations: set[str] = set()
     for index in cut:
         leaf = flat.leaves[index]
         attributes = list_attributes(leaf)
         if attributes:
-            found[paths[index]] = None
+            whole[paths[index]] = None
             names.update(dict.fromkeys(attributes))
-            rules.add(registration_of(type(leaf)))
-    if not found:
+            registrations.add(registration_of(type(leaf)))
+    if not whole:
         return
-    registrations = " and ".join(sorted(rules))
-    whole = declarations.write_cure(found)
+    cure = declarations.write_cure(whole)
     msg = (
         f"the parts of a cut tensor lose attributes of its own ({', '.join(names)}), as of "
-        f"{_join_places(found)}. Use {registrations} to cut them too, pass the attributes as "
-        f"arguments of their own, or use {whole} to give the tensor whole to every lane"
+        f"{_join_places(whole)}. Use {' and '.join(sorted(registrations))} to cut them too, pass "
+        f"the attributes as arguments of their own, or use {cure} to give the tensor whole to "
+        "every lane"
     )
     raise ShardError(msg)
 
@@ -217,17 +235,17 @@ def refuse_attributes(declarations: InDims, flat: FlatCall, cut: Sequence[int]) 
 def refuse_dims_out_of_range(
     declarations: InDims, flat: FlatCall, dims: Sequence[int | None]
 ) -> None:
-    """Refuse a tensor without its dim.
+    """Refuse tensors without the dim of their rows.
 
-    `in_dims` names the dim for it, or no tensor of the call has the dim.
+    `in_dims` names the dim for them, or no tensor of the call has the dim.
     """
-    beyond = [index for index, extent in enumerate(flat.extents) if extent == BEYOND]
+    without_dim = [index for index, extent in enumerate(flat.extents) if extent == BEYOND]
     paths = flat.spec.paths()
-    wrong = [index for index in beyond if declarations.find(paths[index]) is not UNDECLARED]
-    # Next to tensors with rows, an undeclared tensor with fewer dims goes whole to every lane.
+    wrong = [index for index in without_dim if declarations.find(paths[index]) is not UNDECLARED]
+    # Next to tensors with rows, an undeclared tensor with fewer dims goes whole to every lane
     has_rows = any(extent >= 0 for extent in flat.extents)
     if not wrong and not has_rows:
-        wrong = beyond
+        wrong = without_dim
     if not wrong:
         return
     first = wrong[0]
@@ -242,7 +260,7 @@ def refuse_dims_out_of_range(
 
 def refuse_broken_units(flat: FlatCall, rows: int, unit: int) -> NoReturn:
     """Refuse a batch that is not a multiple of `unit`."""
-    # All leaves with rows have this count, so the first one stands for them.
+    # All leaves with rows have this count, so the error names the first one
     first = flat.spec.paths()[flat.extents.index(rows)]
     fewer = rows - rows % unit
     sizes = f"{fewer} or {fewer + unit}" if fewer else f"{unit}"
@@ -258,15 +276,15 @@ def refuse_unclear(
 ) -> None:
     """Refuse values that parawrap cannot cut, or that may or may not be cut.
 
-    `in_dims` declares them. With `is_strict`, refuse every object: a deque or a generator of random
-    numbers would advance or start again in each lane. Lanes of a call that `is_cut` would take
-    turns with an iterator.
+    If the call `is_cut`, iterators are refused, since lanes would take turns with them. With
+    `is_strict`, each object of an unknown class is refused until `in_dims` declares it, and each
+    sequence that is as long as the batch.
     """
     found: list[_Unclear] = []
     if is_strict:
         found += _find_sequences(declarations, flat.spec, flat.extents, rows or 0)
     if any(extent == OBJECT or extent <= ARRAY for extent in flat.extents):
-        # An object inside a list that is named already needs no second entry.
+        # An object inside a list that is named already needs no second entry
         lists = [each.path for each in found]
         for each in _find_objects(flat, rows, is_cut=is_cut, is_strict=is_strict):
             is_in_list = any(each.path[: len(outer)] == outer for outer in lists)
@@ -275,12 +293,12 @@ def refuse_unclear(
     if not found:
         return
     it = "it" if len(found) == 1 else "them"
-    whole = {each.path: None for each in found}
-    by_item = {each.path: "items" if each.may_be_items else None for each in found}
+    whole: Entries = {each.path: None for each in found}
+    by_item: Entries = {each.path: "items" if each.may_be_items else None for each in found}
     cures = f"{declarations.write_cure(whole)} gives {it} whole to every lane"
     if by_item != whole:
         cures = f"{declarations.write_cure(by_item)} cuts {it} by item, and {cures}"
-    said = "; ".join(each.says for each in found[:_MOST_LISTED])
+    said = "; ".join(each.description for each in found[:_MOST_LISTED])
     msg = f"{said}. {cures}"
     raise ShardError(msg)
 
@@ -289,38 +307,36 @@ def _find_objects(
     flat: FlatCall, rows: int | None, *, is_cut: bool, is_strict: bool
 ) -> Iterator[_Unclear]:
     """Yield objects of unknown classes and arrays, which all lanes would share."""
-    paths = flat.spec.paths()
-    for path, leaf, extent in zip(paths, flat.leaves, flat.extents, strict=True):
+    for path, leaf, extent in zip(flat.spec.paths(), flat.leaves, flat.extents, strict=True):
         place = address_in_call(path)
         is_a = f"{place} is a {type(leaf).__name__}"
         if extent <= ARRAY and is_strict:
-            says = (
+            description = (
                 f"{place} is an array with {ARRAY - extent} rows, and the batch has {rows}. Pass "
                 "torch.from_numpy(...) of it"
             )
-            yield _Unclear(path, says, may_be_items=True)
+            yield _Unclear(path, description, may_be_items=True)
         if extent != OBJECT:
             continue
-        # Refused in any case: lanes may share other objects, but not tensors on another device.
-        has_tensors = next(tensors_in(leaf), None) is not None
+        has_tensors = any(True for _ in tensors_in(leaf))
         if has_tensors:
-            registration = registration_of(type(leaf))
-            says = (
+            # Refused in any case: in a lane on another device, it would have tensors of this one
+            description = (
                 f"{is_a}, which holds tensors, and parawrap does not know how to cut it. Use "
-                f"{registration} to cut it"
+                f"{registration_of(type(leaf))} to cut it"
             )
             if is_cache(leaf):
-                says += ", or pass no cache and use_cache=False"
-            yield _Unclear(path, says)
+                description += ", or pass no cache and use_cache=False"
+            yield _Unclear(path, description)
         elif isinstance(leaf, Iterator) and (is_strict or is_cut):
-            # Raised at once: no entry of `in_dims` gives each lane its own items.
+            # Raised at once: no entry of `in_dims` gives each lane its own items
             msg = f"{is_a}, and lanes would take its items from each other. Pass a list of them"
             raise ShardError(msg)
         elif is_strict:
-            says = (
+            description = (
                 f"{is_a}, which may have one item per row, or a state that each lane would change"
             )
-            yield _Unclear(path, says, may_be_items=has_items(leaf))
+            yield _Unclear(path, description, may_be_items=has_items(leaf))
 
 
 def _find_sequences(
@@ -330,28 +346,27 @@ def _find_sequences(
     rows: int,
     path: Path = (),
 ) -> Iterator[_Unclear]:
-    """Yield lists and tuples without rows that are as long as the batch, and deques.
+    """Yield undeclared lists and tuples without rows that are as long as the batch, and deques.
 
-    A list may have one item per row or be one value for all rows. Each lane would get a copy of a
-    deque. `node` is at this path, and its leaves have these extents.
+    A list may have one item per row or be one value for all rows. Each lane would get its own copy
+    of a deque. `node` is at this path, and its leaves have these extents.
     """
     kind, items = node.type, node.num_children
-    is_argument = len(path) >= 2  # or inside one
+    is_in_arguments = len(path) >= 2  # and not the pair (args, kwargs), args, or kwargs
     may_be_items = kind is deque or (kind in (list, tuple) and items == rows)
-    # A tensor of one row would go whole to every lane.
+    # A tensor of one row is none: it would go whole to every lane
     has_rows = any(extent >= 0 and extent != 1 for extent in extents)
-    is_unclear = is_argument and may_be_items and not has_rows
+    is_unclear = is_in_arguments and may_be_items and not has_rows
     if is_unclear and declarations.find(path) is UNDECLARED:
-        assert kind is not None  # as of a leaf
-        place = address_in_call(path)
+        assert kind is not None  # which only a leaf has
         has = "with tensors of one row" if 1 in extents else "without a tensor"
-        says = (
-            f"{place} is a {kind.__name__} of {items} items {has}, "
+        description = (
+            f"{address_in_call(path)} is a {kind.__name__} of {items} items {has}, "
             f"and the batch has {rows} rows: it may have one item per row or be one value for all "
             "rows"
         )
-        yield _Unclear(path, says, may_be_items=True)
-    start = 0  # of the leaves of each child, which follow each other
+        yield _Unclear(path, description, may_be_items=True)
+    start = 0  # the leaves of the children follow each other
     for entry, child in zip(node.entries(), node.children(), strict=True):
         end = start + child.num_leaves
         below = extents[start:end]
@@ -361,12 +376,5 @@ def _find_sequences(
 
 def _join_places(paths: Iterable[Path]) -> str:
     """Return the addresses of values of a call, in words."""
-    return _list_in_words([*map(address_in_call, paths)])
-
-
-def _list_in_words(places: Sequence[str]) -> str:
-    """Return addresses in words."""
-    *first, last = places
-    if not first:
-        return last
-    return f"{', '.join(first)} and {last}"
+    *first, last = map(address_in_call, paths)
+    return f"{', '.join(first)} and {last}" if first else last

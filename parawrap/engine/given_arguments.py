@@ -23,7 +23,7 @@ from parawrap.engine.lent_containers import (
     read_entries,
     replace_parts,
 )
-from parawrap.engine.rules.registry import contents_of, update_argument
+from parawrap.engine.rules.registry import list_contents, update_argument
 from parawrap.tree import WholeLeaf, flatten
 
 
@@ -70,7 +70,7 @@ def read_changes(loan: Loan) -> ArgumentChanges | None:
     objects: list[Any] = []
     for index, held in loan.objects.items():
         part = loan.leaves[index]
-        objects.append(None if are_same_objects(contents_of(part), held) else part)
+        objects.append(None if are_same_objects(list_contents(part), held) else part)
     return ArgumentChanges(containers, objects)
 
 

@@ -19,6 +19,7 @@ from parawrap.tree import (
     as_tree,
     entry_at,
     flatten,
+    flatten_once,
     replace_nodes,
     unflatten,
 )
@@ -35,10 +36,10 @@ class Parameters:
 
     def __init__(self, target: Callable[..., Any]) -> None:
         self._positional: list[str] = []
-        self._rest: str | None = None  # the name of *args
-        self._keywords: set[str] | None = None  # None: any keyword will do
-        self._all_keywords: str | None = None  # the name of **kwargs
-        # `inspect` finds only *args in a TorchScript method, which has a schema instead.
+        self._var_positional: str | None = None  # the name of *args, if the target has them
+        self._var_keyword: str | None = None  # the name of **kwargs, likewise
+        self._keywords: set[str] | None = None  # None: the target takes any keyword
+        # `inspect` finds only *args in a TorchScript method, which has a schema instead
         schema = getattr(target, "schema", None)
         if schema is not None:
             names = [argument.name for argument in schema.arguments]
@@ -51,29 +52,30 @@ class Parameters:
             return
         for parameter in parameters:
             if parameter.kind is parameter.VAR_POSITIONAL:
-                self._rest = parameter.name
+                self._var_positional = parameter.name
             elif parameter.kind is parameter.VAR_KEYWORD:
-                self._all_keywords = parameter.name
+                self._var_keyword = parameter.name
             elif parameter.kind is not parameter.KEYWORD_ONLY:
                 self._positional.append(parameter.name)
-        if self._all_keywords is None:
+        if self._var_keyword is None:
             self._keywords = {parameter.name for parameter in parameters}
 
     def takes(self, name: str) -> bool:
         """True if the target has a parameter of that name, or takes any keyword."""
-        # The name of **kwargs is no argument: each of its keywords has a name
-        if name == self._all_keywords:
+        # `in_dims` names the keywords that **kwargs collects, and not the dict of them
+        if name == self._var_keyword:
             return False
         return self._keywords is None or name in self._keywords
 
-    def at(self, position: int) -> str | None:
-        """Return the name of a positional argument; None if the signature is not known."""
+    def name_of_positional(self, position: int) -> str | None:
+        """Return the name of a positional argument; None if the signature does not show it."""
         if position < len(self._positional):
             return self._positional[position]
-        return self._rest
+        return self._var_positional
 
     def __str__(self) -> str:
-        rest = [f"*{self._rest}"] if self._rest else []
+        """Return the names of the positional parameters, for an error."""
+        rest = [f"*{self._var_positional}"] if self._var_positional else []
         return ", ".join(self._positional + rest) or "none"
 
 
@@ -81,24 +83,31 @@ class InDims:
     """The entries of `in_dims` for the arguments of one method.
 
     A path leads from (args, kwargs) to a value: ``(0, 2, "mask")`` to ``args[2]["mask"]``, and
-    ``(1, "batch", "mask")`` to ``kwargs["batch"]["mask"]``. `option` is how errors name the
-    option: calls by the rules of torch.nn.DataParallel have none, so it is that of a block.
+    ``(1, "batch", "mask")`` to ``kwargs["batch"]["mask"]``.
+
+    Attributes:
+        dim: The dim of the rows of arguments without an entry.
+        in_dims: The entries by the names of parameters, as `as_tree` returns them. The key None
+            stands for an argument without a known name, which has no entry.
+        parameters: The names of the parameters; None if they are not known.
+        option: The name of the option in errors. DataParallel has no such option, so its errors
+            name that of a block.
     """
 
     def __init__(
         self, dim: int, in_dims: Mapping[str, InDim], parameters: Parameters | None, option: str
     ) -> None:
         self.dim = dim
-        # None stands for an argument without a known name, which has no entry
-        self.in_dims: dict[str | None, Any]
-        self.in_dims = {name: as_tree(entry) for name, entry in in_dims.items()}
+        self.in_dims: dict[str | None, Any] = {
+            name: as_tree(entry) for name, entry in in_dims.items()
+        }
         self.parameters = parameters
         self.option = option
 
     def mark_items(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a call with each sequence that is cut by item turned into one leaf."""
+        """Return the arguments with a `WholeLeaf` for each sequence that is cut by item."""
 
         def mark(name: str | None, value: Any) -> Any:
             return _mark_by_item(self.in_dims.get(name), value, [name])
@@ -122,78 +131,73 @@ class InDims:
         below_argument = path[2:]
         for key in below_argument:
             entry = entry_at(entry, key, UNDECLARED)
-        # The path is above the leaves: their entries may differ, so there is none for it.
+        # A tree declares the parts of the value one by one, and not the value itself
         if isinstance(entry, (dict, tuple)):
             return UNDECLARED
         return entry
 
     def name_at(self, path: Sequence[Any]) -> str | None:
         """Return the parameter of a path into (args, kwargs); None if it is not known."""
-        root, argument = path[0], path[1]
-        if root == 1:
-            return str(argument)  # the keyword
-        if self.parameters is None:
-            return None
-        return self.parameters.at(argument)  # by its position
+        root, key = path[0], path[1]
+        is_keyword = root == 1  # as in the pair (args, kwargs)
+        if is_keyword:
+            return str(key)
+        return None if self.parameters is None else self.parameters.name_of_positional(key)
 
     def write_cure(self, entries: Mapping[tuple[Any, ...], str | int | None]) -> str:
         """Return the `in_dims` with these entries for the values at these paths.
 
-        An entry of None gives the value whole to every lane. The entries of the user stay. Where
-        the keys of a path are not names, the entry is that of the whole argument.
+        An entry of None gives the value whole to every lane. Other entries of the user stay. If a
+        path has an index or another key that is not a text, the entry is for the whole argument.
         """
         cure: dict[Any, Any] = dict(self.in_dims)
         for path, entry in entries.items():
-            below_argument = path[2:]
-            if not all(isinstance(key, str) for key in below_argument):
-                below_argument = ()
             argument = self.name_at(path) or "its name"
-            *above, last = [argument, *map(str, below_argument)]
+            keys = [argument]
+            if all(isinstance(key, str) for key in path[2:]):
+                keys += map(str, path[2:])  # plain texts, also for names of attributes
+            *outer_keys, last = keys
             place = cure
-            for key in above:
-                below = place.get(key)
-                # A copy: the dict of the user stays as it is.
-                copied = dict(below) if isinstance(below, dict) else {}
-                place[key] = copied
-                place = copied
+            for key in outer_keys:
+                inner = place.get(key)
+                # Copied before it is written: the dict belongs to the options of the block
+                place[key] = dict(inner) if isinstance(inner, dict) else {}
+                place = place[key]
             place[last] = entry
         return f"{self.option}={cure}".replace("'", '"')
 
 
-def _mark_by_item(in_dim: Any, value: Any, place: list[Any]) -> Any:
-    """Return a value with sequences turned into leaves, if its entry in `in_dims` cuts them.
+def _mark_by_item(entry: Any, value: Any, place: list[Any]) -> Any:
+    """Return a value with a `WholeLeaf` for each sequence that its entry in `in_dims` cuts by item.
 
     `place` are the keys to the entry, for errors.
     """
-    if in_dim is None:  # whole to every lane, or without an entry
+    if entry is None:  # whole to every lane, or not declared
         return value
-    if isinstance(in_dim, (dict, tuple)):
-        return _mark_parts(in_dim, value, place)
-    # "items" also cuts the lists inside a dict: the user has named what holds them.
-    if in_dim == "items":
+    if isinstance(entry, (dict, tuple)):
+        return _mark_parts(entry, value, place)
+    # "items" also cuts the lists inside a dict: the user has named the dict that holds them
+    if entry == "items":
         if has_items(value):
             return WholeLeaf(value)
         return replace_nodes(value, has_items, WholeLeaf)
-    # The user names the argument itself, so a tuple of numbers has one item per row too.
-    if _has_no_tensors(value):
+    # A tuple of numbers that the user names has one item per row too. Inside an argument that the
+    # user names, it may be an image size
+    if _is_sequence_without_tensors(value):
         return WholeLeaf(value)
     return replace_nodes(value, _may_be_one_item_per_row, WholeLeaf)
 
 
-def _mark_parts(in_dims: Any, value: Any, place: list[Any]) -> Any:
-    """Return a container with sequences turned into leaves, by the entries of its parts.
-
-    Keys that it does not have are refused.
-    """
-    # Only the container itself is opened: each part has its entry.
-    parts, spec = flatten(value, lambda node: node is not value)
+def _mark_parts(entries: Any, value: Any, place: list[Any]) -> Any:
+    """Mark the parts of a container by their entries. Refuse entries of parts that it lacks."""
+    parts, spec = flatten_once(value)
     keys = spec.entries()
-    if isinstance(in_dims, tuple) and len(in_dims) != len(keys):
+    if isinstance(entries, tuple) and len(entries) != len(keys):
         where = address("in_dims", place)
-        msg = f"{where} declares {len(in_dims)} items, and {place[0]!r} has {len(keys)} there"
+        msg = f"{where} declares {len(entries)} items, and {place[0]!r} has {len(keys)} there"
         raise ShardError(msg)
-    named = in_dims if isinstance(in_dims, dict) else dict(enumerate(in_dims))
-    for key in named:
+    by_key = entries if isinstance(entries, dict) else dict(enumerate(entries))
+    for key in by_key:
         if key in keys:
             continue
         has = f"a {type(value).__name__}"
@@ -204,24 +208,22 @@ def _mark_parts(in_dims: Any, value: Any, place: list[Any]) -> Any:
         raise ShardError(msg)
     marked = []
     for key, part in zip(keys, parts, strict=True):
-        entry = named.get(key)
+        entry = by_key.get(key)
         marked.append(_mark_by_item(entry, part, [*place, key]))
     return unflatten(spec, marked)
 
 
 def _may_be_one_item_per_row(node: Any) -> bool:
     """True for a sequence without tensors, except a tuple of numbers, such as an image size."""
-    # A namedtuple is a structure, and never cut by item.
     is_size = type(node) is tuple and all(isinstance(item, (int, float)) for item in node)
-    if is_size:
-        return False
-    return _has_no_tensors(node)
+    return not is_size and _is_sequence_without_tensors(node)
 
 
-def _has_no_tensors(node: Any) -> bool:
-    """True for a list, a deque, or a tuple without tensors, which has no dims."""
+def _is_sequence_without_tensors(node: Any) -> bool:
+    """True for a list, a deque, or a tuple without tensors, but with items."""
+    # A namedtuple is a structure, and never cut by item
     is_sequence = isinstance(node, (list, deque)) or type(node) is tuple
-    if not is_sequence or not node:  # an empty one is the same in every lane
+    if not is_sequence or len(node) == 0:  # an empty one is the same in every lane
         return False
     leaves, _ = flatten(node)
     return not any(isinstance(leaf, torch.Tensor) for leaf in leaves)

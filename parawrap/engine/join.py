@@ -1,4 +1,7 @@
-"""From the outputs of the lanes to the output of the call.
+"""`join`: from the outputs of the lanes to the output of the call.
+
+Structures of tensors with the rows are concatenated here. `Joiner` (`join_by_place.py`) joins any
+other output. If it refuses a place, `explain_refusal` (`join_errors.py`) writes the error.
 
 `out_dims` declares where the rows of an output lie. Without it, an output follows the rows if its
 size on the row dim is the row count of its shard in every lane. The row counts of shards differ
@@ -17,9 +20,9 @@ from typing import Any
 
 import torch
 
+from parawrap.engine.join_by_place import Joiner, Originals, move
 from parawrap.engine.join_errors import explain_refusal
 from parawrap.engine.join_rules import JoinRules, Refusal
-from parawrap.engine.joiner import Joiner, Originals, move
 from parawrap.errors import GatherError
 from parawrap.tree import TENSOR, flatten, unflatten
 
@@ -34,28 +37,32 @@ def join(
     device: torch.device | None = None,
     originals: Originals | None = None,
 ) -> Any:
-    """Return one output, on `device` (None: where the lanes left it), from the outputs of shards.
+    """Return one output from the outputs of shards. One output of an uncut call is joined too.
 
-    `sizes` are the row counts of the shards. With the rules of torch, it may be None: unknown. One
-    output of an uncut call is joined by the same rules.
+    Args:
+        outputs: The output of each shard.
+        sizes: The row counts of the shards; None if they are not known, with the rules of torch.
+        rules: The options for joining.
+        device: The device of the joined output; None leaves tensors where the lanes left them.
+        originals: Finds the caller's value of a copy; None if the copies are not known.
 
     Raises:
         GatherError: If a place in the output cannot be joined. The message names the place.
     """
-    # A call concatenates outputs of one tensor itself, so they come here only to be refused.
+    # A call concatenates outputs that are one tensor itself. Others of them need a `Joiner`
     are_structures = len(outputs) > 1 and type(outputs[0]) is not torch.Tensor
     if are_structures and device is None and sizes is not None:
         joined = _join_rows(outputs, tuple(sizes), rules)
         if joined is not None:
             return joined
-    # There is nothing to put together: values are handed over as the lanes left them.
-    stays_list = rules.join == "list"
-    if stays_list or (len(outputs) == 1 and rules.keep_single):
+    # Without anything to put together, outputs are returned as the lanes left them
+    returns_list = rules.join == "list"
+    keeps_single = len(outputs) == 1 and rules.keep_single
+    if returns_list or keeps_single:
         if originals is not None:
-            find_of_lanes = originals()
-            outputs = list(map(_with_originals, outputs, find_of_lanes))
+            outputs = list(map(_with_originals, outputs, originals()))
         moved = [move(output, device) for output in outputs]
-        return moved if stays_list else moved[0]
+        return moved if returns_list else moved[0]
     joiner = Joiner(outputs, sizes, rules, device, originals)
     try:
         return joiner.join_values(outputs, rules.declared)
@@ -64,11 +71,11 @@ def join(
 
 
 def _join_rows(outputs: Sequence[Any], sizes: tuple[int, ...], rules: JoinRules) -> Any:
-    """Return the joined output if it is a structure of tensors with the rows alone; else None.
+    """Return the joined output if all its leaves are tensors with the rows, as usual; else None.
 
-    This is the usual output. It needs no path, no originals, and no look at single values.
+    Such an output needs no path, no originals, and no look at single values.
     """
-    # The larger sizes come first, so these two are equal only if all are, which proves nothing.
+    # The larger sizes come first, so these two are equal only if all are: that proves nothing
     if rules.needs_proof and sizes[0] == sizes[-1]:
         return None
     leaves, spec = flatten(outputs[0])
@@ -83,27 +90,26 @@ def _join_rows(outputs: Sequence[Any], sizes: tuple[int, ...], rules: JoinRules)
     for dim, column in zip(dims, columns, strict=True):
         if not TENSOR.issuperset(map(type, column)):
             return None
-        if any(map(_attributes_of, column)):  # which torch.cat would drop
+        if any(map(_attributes_of, column)):  # torch.cat drops them
             return None
-        # torch.cat would promote dtypes, and take the scale of the first part.
-        if len(set(map(_dtype_of, column))) > 1:
+        if len(set(map(_dtype_of, column))) > 1:  # torch.cat promotes them
             return None
-        if column[0].is_quantized:
+        if column[0].is_quantized:  # torch.cat takes the scale of the first part for all
             return None
         try:
-            # A list, which is faster than a generator: this runs for each output of each call.
+            # From a list, which is faster than a generator: this runs for each output of each call
             if tuple([part.shape[dim] for part in column]) != sizes:
                 return None
             joined.append(torch.cat(column, dim))
-        except (IndexError, RuntimeError):  # without that dim, nested, or of other shapes
+        except (IndexError, RuntimeError):  # no such dim, a nested tensor, or different shapes
             return None
     return unflatten(spec, joined)
 
 
 def _with_originals(output: Any, find: Callable[[Any], Any]) -> Any:
-    """Return an output with the caller's tensors in the places of the copies that a lane has.
+    """Return the output of a lane with the caller's tensors in the places of the lane's copies.
 
-    `find` returns the caller's tensor of a copy, or None.
+    ``find(copy)`` returns the caller's tensor, and None for any other tensor.
     """
     leaves, spec = flatten(output)
     has_originals = False

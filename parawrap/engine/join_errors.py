@@ -1,7 +1,8 @@
 """Errors of outputs that cannot be joined.
 
 One message names every such output, and the options that declare all of them at once. The options
-are written with the keys of the output, and hold the entries that the user has given.
+are written with the keys of the output, and keep the entries that the user has given. Calls by the
+rules of torch.nn.DataParallel have no options: their messages name those of a parallel block.
 
 A message, and the functions that write its parts::
 
@@ -12,8 +13,8 @@ A message, and the functions that write its parts::
     In reduce, "mean" is for a mean over rows, "sum" for ...        _say_options, of _MEANINGS
     join="list" returns the outputs of the lanes as they are        _say_options
 
-`Trials` (`join_trials.py`) joins each place again, and keeps the `Refusal` that `joiner.py` or
-`concatenate.py` raises there. Then it tries the declarations that may cure the place.
+`Trials` (`join_trials.py`) joins each place again, and keeps the `Refusal` that `join_by_place.py`
+or `concatenate.py` raises there. Then it tries the declarations that may join the place.
 """
 
 from __future__ import annotations
@@ -23,22 +24,18 @@ from typing import Any
 
 import torch
 
-from parawrap.engine.columns import (
-    are_tensors,
-    describe_column,
-    list_values,
-)
-from parawrap.engine.join_rules import JoinRules, Refusal
+from parawrap.engine.columns import describe_column, list_values
+from parawrap.engine.join_by_place import MANY_PADDED, Joiner, is_sequence
+from parawrap.engine.join_rules import Refusal
 from parawrap.engine.join_trials import Trials
-from parawrap.engine.joiner import MANY_PADDED, Joiner, is_sequence
-from parawrap.engine.output_place import OtherDim, OutputPlace
+from parawrap.engine.output_place import Cure, OtherDim, OutputPlace
 from parawrap.engine.rules.transformers_caches import WITHOUT_CACHE, is_cache
 from parawrap.errors import name_section
 from parawrap.tree import INSIDE, UNDECLARED, WholeLeaf, address
 
-_MOST_LISTED = 20  # outputs, in an error; its cure names every output
+_MOST_LISTED = 20  # outputs that an error describes; its cure names every output
 _FIELDS = {"out_dims": "out_dim", "reduce": "reduce", "pad_value": "pad_value"}
-"""The fields of a declaration, by the option that gives them."""
+"""The fields of `Declared`, by the names of the options."""
 
 _WORDS = {
     None: "None is for one value that is the same in every lane",
@@ -53,9 +50,10 @@ _MEANINGS = {
     "pad_value": "In pad_value, give the padding that is right for each output",
 }
 _CACHE_NAMES = ("past_key_values", "cache_params")
-_FEWEST_SHORTENED = 3  # outputs with one entry; the entries of a pair are clearer
-_OPTIONS_OF_BLOCK = "out_dims and join are options of parallel(model, devices)"
-_AS_LISTS = 'join="list"'
+_OPTIONS_OF_BLOCK = (
+    "out_dims, reduce, and join are options of parallel(model, devices), whose errors say what to "
+    "set"
+)
 _EMBEDDINGS = "the model return embeddings, and compare them after the call: " + name_section(
     "losses", "Compute a loss in a block", "Contrastive losses"
 )
@@ -67,59 +65,44 @@ def explain_refusal(joiner: Joiner, refusal: Refusal) -> str:
     joiner.path.clear()
     trials = Trials(joiner)
     root = trials.find_places()
-    refused = root.refused()
-    for place in refused:
+    for place in root.refused():
         if place.reason.is_of_options:  # the meaning of the other options is not known
             return f"{place.name} cannot be joined: {place.reason}"
-    rules = joiner.rules
-    if rules.as_torch:
-        # Cures are options of a block: its shards differ in size, and show what follows the rows
-        trials = trials.of_block()
-        root = trials.find_places()
-        _keep_refused_lists(refused, root)
+    if not trials.rules.as_torch:
+        _find_cures(root, trials)
+    if not root.refused():  # a second look finds no place if a `reduce` counts its calls
+        return f"{first} cannot be joined: {refusal}"
+    return _write_message(root, trials)
+
+
+def _find_cures(root: OutputPlace, trials: Trials) -> None:
+    """Enter the cures of all refused places, and the padding of each padded one."""
     for place in root.leaves():
         if place.refusal is not None and place.refusal.has_cure:
             trials.find_cures(place)
     # One output of floats is padded with zeros, and several must each have a value
     padded = [place for place in root.leaves() if place.is_padded or place.names_padding]
-    if len(padded) > 1:
-        for place in padded:
-            if place.is_padded:
-                _refuse_padding(place, trials.rules)
-        if not rules.as_torch:
-            refused = root.refused()
-    if not refused:  # a second look finds no place, as of a `reduce` that counts its calls
-        return f"{first} cannot be joined: {refusal}"
-    return _write_message(refused, root, rules, trials)
-
-
-def _keep_refused_lists(refused: Sequence[OutputPlace], root: OutputPlace) -> None:
-    """Refuse the lists below `root` that the rules of torch have refused."""
-    leaves = {place.path: place for place in root.leaves()}
-    for place in refused:
-        same = leaves.get(place.path)
-        if same is not None and same.refusal is None and is_sequence(place.column[0]):
-            same.refusal = place.refusal
-
-
-def _refuse_padding(place: OutputPlace, rules: JoinRules) -> None:
-    place.give_padding(rules.join)
-    if place.refusal is None:  # alone, it would have been padded
-        place.refusal = Refusal(MANY_PADDED, returned=describe_column(place.column))
+    if len(padded) < 2:
+        return
+    for place in padded:
+        if place.is_padded:
+            place.give_padding(trials.rules.join)
+            if place.refusal is None:  # alone, it would have been padded
+                place.refusal = Refusal(MANY_PADDED, returned=describe_column(place.column))
 
 
 # Options
 
 
 def _write_options(root: OutputPlace, trials: Trials) -> str:
-    """Return the options with the cures of all places, and with what the user has given."""
+    """Return the options that join all places, as Python code. Unchanged ones are left out."""
     written = []
     for option in _FIELDS:
         given = getattr(trials.rules, option)
         entry = _build(root, given, option, trials)
         is_unchanged = entry is given or entry == given
         if not is_unchanged:
-            written.append(f"{option}={_write(entry)}")
+            written.append(f"{option}={_write_code(entry)}")
     cures = [place.cure for place in root.leaves() if place.cure is not None]
     if trials.rules.join != "pad" and any(cure.join == "pad" for cure in cures):
         written.append('join="pad"')
@@ -143,7 +126,7 @@ def _build(place: OutputPlace, given: Any, option: str, trials: Trials) -> Any:
     if not _is_changed(place, option):
         return given
     if not place.parts:
-        assert place.cure is not None  # or the place would not be changed
+        assert place.cure is not None  # since the place is changed
         return getattr(place.cure.declared, _FIELDS[option])
     missing = UNDECLARED if option == "out_dims" else None
     entries: dict[Any, Any] = {}
@@ -157,54 +140,18 @@ def _build(place: OutputPlace, given: Any, option: str, trials: Trials) -> Any:
             given_for_part = _own_reduction(part, given)
         entry = _build(part, given_for_part, option, trials)
         if entry is UNDECLARED and place.is_tuple:  # a tuple cannot leave an entry out
-            entry = _fill(part, trials)
+            entry = _entry_from_sizes(part, trials)
         entries[step] = entry
     if place.is_tuple:
-        return _shorten(place, tuple(entries.values()), option)
+        return tuple(entries.values())
     if INSIDE in entries:  # a registered object, which is its own only part
         return entries[INSIDE]
     named = {step: entry for step, entry in entries.items() if entry is not missing}
     return named or missing
 
 
-def _shorten(place: OutputPlace, entries: tuple[Any, ...], option: str) -> Any:
-    """Return one entry for a list of outputs if it says the same of each, as of many layers."""
-    found = _leaves_of(entries)
-    first = found[0]
-    has_dict = any(isinstance(entry, dict) for entry in found)
-    if has_dict or any(entry != first for entry in found):
-        return entries
-    is_long = len([*place.leaves()]) >= _FEWEST_SHORTENED
-    return first if is_long and _holds_for_each(place, first, option) else entries
-
-
-def _holds_for_each(place: OutputPlace, entry: Any, option: str) -> bool:
-    """True if an entry for a list of outputs says of each output what it says alone."""
-    leaves = [*place.leaves()]
-    if option == "pad_value":
-        return False
-    if option == "reduce":  # of a whole list, it reduces the numbers alone
-        return all(leaf.holds_numbers for leaf in leaves)
-    if entry is None:
-        return True
-    # "ragged" for a list, other than for a tuple, joins the lists of the lanes, not their outputs.
-    kinds = {type(each.column[0]) for each in place.walk() if each.parts}
-    if entry == "ragged" and kinds != {tuple}:
-        return False
-    # A dim for a list without tensors declares one item per row.
-    return all(are_tensors(leaf.column) for leaf in leaves)
-
-
-def _leaves_of(entries: tuple[Any, ...]) -> list[Any]:
-    """Return the entries of nested tuples, with dicts as entries."""
-    found: list[Any] = []
-    for entry in entries:
-        found += _leaves_of(entry) if isinstance(entry, tuple) else [entry]
-    return found
-
-
 def _own_reduction(place: OutputPlace, given: Any) -> Any:
-    """Return the entry of a part of an output with one reduction, which holds for numbers alone."""
+    """Return the entry of a part if `given` is one reduction for all numbers of the output."""
     if place.parts:
         has_numbers = any(leaf.holds_numbers for leaf in place.leaves())
         return given if has_numbers else None
@@ -226,40 +173,40 @@ def _changes_entry(leaf: OutputPlace, option: str) -> bool:
     old = getattr(leaf.declared, _FIELDS[option])
     new = getattr(leaf.cure.declared, _FIELDS[option])
     if option == "reduce" and not leaf.declared.names_reduce:
-        # A None in out_dims that names a place comes before a reduction for all numbers, so
-        # `reduce` need not leave the place out. A path is what makes it a named place
+        # A None in out_dims that names a place comes before a reduction for all numbers, so the
+        # reduction may stay. The whole output, without a path, has no name
         if new is None and leaf.cure.is_constant and leaf.path:
             return False
-        # The entry is equal, but it holds for numbers alone: an array must be named
+        # An equal entry that names no place is for numbers alone, and does not reduce an array
         if leaf.cure.declared.names_reduce and leaf.holds_arrays:
             return True
-    # 0 and False are equal, and different paddings
+    # By type too: the paddings 0 and False are equal, and not the same
     is_same = old is new or (type(old) is type(new) and old == new)
     return not is_same
 
 
-def _fill(place: OutputPlace, trials: Trials) -> Any:
-    """Return an entry of out_dims for a place that needs none."""
+def _entry_from_sizes(place: OutputPlace, trials: Trials) -> Any:
+    """Return the entry of out_dims for what sizes have shown of a place that needs no entry."""
     if not place.parts:
         return trials.entry_of(place)
-    entries = {step: _fill(part, trials) for step, part in place.parts.items()}
+    entries = {step: _entry_from_sizes(part, trials) for step, part in place.parts.items()}
     found = [*entries.values()]
     if INSIDE in entries:  # a registered object, which is its own only part
         return entries[INSIDE]
-    # One entry for a list would say of the list what it says here of its items
+    # One entry for a list may declare the list itself, and not its items
     has_lists = any(is_sequence(each.column[0]) for each in place.walk())
     if not has_lists and all(entry == found[0] for entry in found):
         return found[0]
     return tuple(found) if place.is_tuple else entries
 
 
-def _write(entry: Any) -> str:
+def _write_code(entry: Any) -> str:
     """Return an entry as Python code."""
     if isinstance(entry, dict):
-        items = [f"{_write(key)}: {_write(each)}" for key, each in entry.items()]
+        items = [f"{_write_code(key)}: {_write_code(each)}" for key, each in entry.items()]
         return f"{{{', '.join(items)}}}"
     if isinstance(entry, tuple):
-        items = [_write(each) for each in entry]
+        items = [_write_code(each) for each in entry]
         comma = "," if len(items) == 1 else ""
         return f"({', '.join(items)}{comma})"
     if isinstance(entry, str):
@@ -275,39 +222,33 @@ def _write(entry: Any) -> str:
 # Messages
 
 
-def _write_message(
-    refused: Sequence[OutputPlace], root: OutputPlace, rules: JoinRules, trials: Trials
-) -> str:
-    """Return the message for the refused places, with the cures that places below `root` have.
-
-    `root` has the same structure: its places are those of the rules of a block, if `rules` are
-    those of torch.
-    """
-    rows = trials.rows
-    sentences = [_say_what(refused, rows)]
+def _write_message(root: OutputPlace, trials: Trials) -> str:
+    """Return the message for the refused places of an output."""
+    refused, rules = root.refused(), trials.rules
+    sentences = [_say_what(refused, trials.rows)]
     sentences += dict.fromkeys(place.reason.advice for place in refused)  # each advice once
-    pairs = [place for place in root.refused() if place.compares_rows]
+    pairs = [place for place in refused if place.compares_rows]
     if pairs:
         sentences.append(_say_pairs(pairs))
         for place in root.leaves():
-            # A loss next to the pairs compares only the rows of its lane
+            # A number next to the pairs is a loss of them, which no option joins either
             if place.holds_numbers:
                 place.cure = place.other = None
     else:
         sentences += _say_possible_pairs(root)
-    beyond = [*_say_other_dims(root, rules)]
-    sentences += beyond
     if any(map(_is_of_cache, refused)):
         sentences.append(WITHOUT_CACHE)
-    if rows is None and rules.as_torch:
+    if not rules.as_torch:
+        other_dims = [*_say_other_dims(root, rules.dim)]
+        sentences += other_dims
+        sentences += _say_options(root, trials, is_final=bool(pairs or other_dims))
+    elif not pairs:
         sentences.append(_OPTIONS_OF_BLOCK)
-    else:
-        sentences += _say_options(root, rules, trials, is_final=bool(pairs or beyond))
     return ". ".join(filter(None, sentences))
 
 
 def _say_what(refused: Sequence[OutputPlace], rows: Sequence[int] | None) -> str:
-    """Return what the lanes returned at each place, and why it cannot be joined."""
+    """Return what the lanes returned at each place, and why that cannot be joined."""
     if len(refused) == 1:
         return _say_what_of_one(refused[0], rows)
     said = []
@@ -335,6 +276,7 @@ def _say_what_of_one(place: OutputPlace, rows: Sequence[int] | None) -> str:
 
 
 def _say_why(place: OutputPlace) -> str:
+    """Return the reason of a refusal, with what the sizes say about the place."""
     why = place.reason.why
     if why and place.note:
         return f"{why} ({place.note})"
@@ -342,6 +284,7 @@ def _say_why(place: OutputPlace) -> str:
 
 
 def _say_pairs(pairs: Sequence[OutputPlace]) -> str:
+    """Return what to do with outputs that compare rows with rows."""
     names = " and ".join(place.name for place in pairs)
     have = "has" if len(pairs) == 1 else "have"
     return (
@@ -352,12 +295,12 @@ def _say_pairs(pairs: Sequence[OutputPlace]) -> str:
 
 
 def _say_possible_pairs(root: OutputPlace) -> Iterator[str]:
-    """Yield what to do with outputs that compare rows with rows, if the sizes do not prove it.
+    """Yield what to do with an output that may compare rows with rows.
 
-    Shards of one size may have as many rows as an output has features.
+    Shards of one size do not show it: they may have as many rows as the output has features.
     """
     places = [*root.leaves()]
-    # A loss, or a count, may be one of the comparisons that another output holds
+    # A refused number may be a loss of comparisons, which another output holds
     has_number = any(each.refusal is not None and each.holds_numbers for each in places)
     for place in places:
         may_compare = place.holds_arrays and (place.refusal is not None or has_number)
@@ -369,25 +312,24 @@ def _say_possible_pairs(root: OutputPlace) -> Iterator[str]:
             return
 
 
-def _say_other_dims(root: OutputPlace, rules: JoinRules) -> Iterator[str]:
+def _say_other_dims(root: OutputPlace, row_dim: int) -> Iterator[str]:
     """Yield what to do with outputs that have several entries per row on another dim."""
-    found: dict[str, OtherDim] = {}
+    found: dict[str, OtherDim] = {}  # by the code of the place in the output `each` of a lane
     for place in root.leaves():
         if place.refusal is None or place.cure is not None or not place.holds_arrays:
             continue
-        other = place.find_other_dim(rules.dim)
+        other = place.find_other_dim(row_dim)
         if other is not None:
-            code = address("each", place.path)  # the place in the output `each` of a lane
-            found[code] = other
+            found[address("each", place.path)] = other
     if not found:
         return
     others = dict.fromkeys(found.values())  # each once
     counts = ", ".join(f"{other.entries} on dim {other.dim}" for other in others)
-    first, other = next(iter(found.items()))
+    code, example = next(iter(found.items()))
     yield (
-        f"Each row has several entries ({counts}), and options join those of dim {rules.dim} "
-        f"alone. Use {_call(_AS_LISTS, rules)}, which returns the outputs of the lanes, and "
-        f"join them with torch.cat([{first} for each in outputs], {other.dim})"
+        f"Each row has several entries ({counts}), and options join those of dim {row_dim} "
+        'alone. Use join="list", which returns the outputs of the lanes, and '
+        f"join them with torch.cat([{code} for each in outputs], {example.dim})"
     )
 
 
@@ -398,73 +340,63 @@ def _is_of_cache(place: OutputPlace) -> bool:
     return any(map(is_cache, values))
 
 
-def _say_options(
-    root: OutputPlace, rules: JoinRules, trials: Trials, *, is_final: bool
-) -> Iterator[str]:
+def _say_options(root: OutputPlace, trials: Trials, *, is_final: bool) -> Iterator[str]:
     """Yield the options that join the outputs, and their meanings.
 
     With `is_final`, the error says already what to do with outputs that no option joins.
     """
+    rules = trials.rules
     if rules.options == "none":
         return
-    # Options for the whole output hold for an entry of an argument, and those for its keys do not
+    # An option for a whole output holds for an entry of an argument too, unless it names keys
     if rules.options == "whole" and root.parts:
         return
     cured = [place for place in root.leaves() if place.cure is not None]
-    refused = [place for place in root.leaves() if place.refusal is not None]
     options = _write_options(root, trials)
     if options:
-        use = f"Use {_call(options, rules)}"
-        if any(place.cure is None for place in refused):
-            use = f"For the other outputs, use {_call(options, rules)}"
+        has_others = any(leaf.refusal is not None and leaf.cure is None for leaf in root.leaves())
+        use = f"For the other outputs, use {options}" if has_others else f"Use {options}"
         if len(cured) == 1 and cured[0].other is not None:
             other = _write_other_options(root, cured[0], trials)
-            use += f", or {_call(other, rules)} if it {_say_meaning(cured[0])}"
+            use += f", or {other} if it {_say_meaning(cured[0].other)}"
         yield use
         if len(cured) > 1:
-            yield from _say_others(cured)
+            yield from _say_other_meanings(cured)
         yield from _say_words(cured)
         for name, meaning in _MEANINGS.items():
             if f"{name}=" in use:
                 yield meaning
-    if rules.as_torch:
-        # Advice on how to change the model comes before a list of outputs
-        has_advice = any(place.reason.advice for place in refused)
-        offers_lists = not options and not has_advice
-    else:
-        offers_lists = not is_final and rules.options == "all"
-    if offers_lists:
-        yield f"{_call(_AS_LISTS, rules)} returns the outputs of the lanes as they are"
-
-
-def _call(options: str, rules: JoinRules) -> str:
-    return f"parallel(model, devices, {options})" if rules.as_torch else options
+    if not is_final and rules.options == "all":
+        yield 'join="list" returns the outputs of the lanes as they are'
 
 
 def _say_words(cured: Sequence[OutputPlace]) -> Iterator[str]:
     """Yield what the entries of out_dims in these cures mean."""
     used = [place.cure.declared.out_dim for place in cured if place.cure is not None]
-    # A dim needs no words: what each lane returned stands in the same error
+    # A dim needs no explanation: the same error says what each lane returned
     said = [words for word, words in _WORDS.items() if word in used]
     if said:
         yield f"In out_dims, {', '.join(said)}"
 
 
-def _say_meaning(place: OutputPlace) -> str:
-    """Return what the other cure of a place declares it to be."""
-    assert place.other is not None  # only such places have another meaning
-    is_constant = place.other.declared.out_dim is None
-    return "is the same in every lane" if is_constant else "depends on the rows"
+def _say_meaning(cure: Cure) -> str:
+    """Return what a cure declares an output to be."""
+    return "is the same in every lane" if cure.is_constant else "depends on the rows"
 
 
-def _say_others(cured: Sequence[OutputPlace]) -> Iterator[str]:
+def _say_other_meanings(cured: Sequence[OutputPlace]) -> Iterator[str]:
     """Yield what to change in the options if values have another meaning."""
-    by_meaning: dict[str, list[str]] = {}
+    names: dict[bool, list[str]] = {}  # by `is_constant` of the other meaning
     for place in cured:
         if place.other is not None:
-            by_meaning.setdefault(_say_meaning(place), []).append(place.name)
-    for meaning, names in by_meaning.items():
-        instead = "give it None in out_dims instead"
-        if meaning == "depends on the rows":
-            instead = "name it in reduce or as rows in out_dims instead of None"
-        yield f"If {' or '.join(names)} {meaning}, {instead}"
+            names.setdefault(place.other.is_constant, []).append(place.name)
+    if True in names:
+        yield (
+            f"If {' or '.join(names[True])} is the same in every lane, "
+            "give it None in out_dims instead"
+        )
+    if False in names:
+        yield (
+            f"If {' or '.join(names[False])} depends on the rows, "
+            "name it in reduce or as rows in out_dims instead of None"
+        )

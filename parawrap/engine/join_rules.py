@@ -1,4 +1,4 @@
-"""The options of the user for joining outputs."""
+"""The options of the user for joining outputs, and the `Refusal` of what they do not join."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OutDims = Any
 PadValue = float | Mapping[Any, Any] | tuple[Any, ...] | list[Any] | Fields | None
 """A number for every output, a tree of numbers like the output, or None."""
 
-# Compared by `type(value) in SEQUENCES`: a namedtuple is a structure with keys.
+# Compared by `type(value) in SEQUENCES`: a namedtuple is a structure with keys
 SEQUENCES = (list, tuple, deque)
 _REDUCTIONS = ("mean", "sum", "stack")
 _WORDS = ("items", "ragged")
@@ -30,9 +30,9 @@ _MOST_STRUCTURES = 1024  # of outputs; a guess that no test has contradicted
 
 
 class ReturnedArgument:
-    """The place of a container in an output, if the container is an argument of the caller.
+    """Stands for an argument of the caller in the outputs of lanes.
 
-    All lanes have one such object for one argument, so that it is joined as one value.
+    All lanes have the same object for one argument, so it is joined as one value.
     """
 
     __slots__ = ("argument",)
@@ -42,9 +42,14 @@ class ReturnedArgument:
 
 
 class Declared(NamedTuple):
-    """The declarations of one place in the output: its rows, its reduction, and its padding.
+    """The entries of the options for one place in the output.
 
-    `names_reduce` is True if `reduce` names this place, and not the numbers of the whole output.
+    Attributes:
+        out_dim: Where its rows lie; UNDECLARED, or a tree for the parts of a container.
+        reduce: How its values are reduced.
+        pad_value: The value to pad it with.
+        names_reduce: True if `reduce` is a tree that names this place. A single reduction is for
+            the numbers of the whole output alone.
     """
 
     out_dim: Any
@@ -53,24 +58,25 @@ class Declared(NamedTuple):
     names_reduce: bool = False
 
     def below(self, spec: TreeSpec) -> list[Declared]:
-        """Return the declarations of each leaf below a node."""
+        """Return the declarations of each leaf of a structure at this place."""
         if spec.is_leaf():
             return [self]
         if spec.type in SEQUENCES:
             refuse_tree("out_dims", self.out_dim, spec.type)
         leaves = []
-        for part, child in zip(self.parts(spec.entries()), spec.children(), strict=True):
+        parts = self.parts(spec.entries())
+        for part, child in zip(parts, spec.children(), strict=True):
             leaves += part.below(child)
         return leaves
 
-    def parts(self, entries: Sequence[Any]) -> list[Declared]:
+    def parts(self, keys: Sequence[Any]) -> list[Declared]:
         """Return the declarations of the parts of a container with these keys."""
-        out_dims = _children("out_dims", self.out_dim, UNDECLARED, entries)
-        reductions = _children("reduce", self.reduce, None, entries)
-        pad_values = _children("pad_value", self.pad_value, None, entries)
+        out_dims = _entries_of_parts("out_dims", self.out_dim, UNDECLARED, keys)
+        reductions = _entries_of_parts("reduce", self.reduce, None, keys)
+        pad_values = _entries_of_parts("pad_value", self.pad_value, None, keys)
         names_reduce = is_tree(self.reduce)
         if is_tree(self.out_dim) and not names_reduce:
-            # A None that names a place comes before a reduction for all numbers.
+            # A None that names a place in out_dims comes before a reduction for all numbers
             for index, out_dim in enumerate(out_dims):
                 is_constant = out_dim is None
                 if is_constant:
@@ -81,9 +87,12 @@ class Declared(NamedTuple):
 
 @dataclass(frozen=True)
 class JoinRules:
-    """The options for joining. `as_torch` selects the rules of torch.nn.DataParallel's gather.
+    """The options for joining.
 
-    `options` says which options an error may name: all, those for a whole output, or none.
+    Attributes:
+        dim: The dim of the rows of undeclared outputs.
+        as_torch: True for the rules of torch.nn.DataParallel's gather.
+        options: The options that an error may name: all, those for a whole output, or none.
     """
 
     dim: int = 0
@@ -94,8 +103,8 @@ class JoinRules:
     as_torch: bool = False
     options: Literal["all", "whole", "none"] = "all"
 
-    # Cached, since every call reads these. Threads that compute one at the same time get equal
-    # values.
+    # Cached, since every call reads these. Threads that compute one at the same time store equal
+    # values
 
     @cached_property
     def needs_proof(self) -> bool:
@@ -105,7 +114,7 @@ class JoinRules:
     @cached_property
     def keep_single(self) -> bool:
         """True if the output of a call that was not cut is returned as it is."""
-        # The mean or the sum of one number is that number. "stack" and functions make another value
+        # The mean or the sum of one number is the number. "stack" and functions make another value
         keeps_numbers = all(each in (None, "mean", "sum") for each in entries_of(self.reduce))
         return keeps_numbers and self.join != "list"
 
@@ -116,7 +125,7 @@ class JoinRules:
         dim = self.out_dims if is_declared else self.dim
         if self.join != "cat" or not isinstance(dim, int):
             return None
-        return dim if dim >= 0 else None  # a `Joiner` takes outputs with a negative dim
+        return dim if dim >= 0 else None  # `join` joins outputs on a negative dim
 
     @cached_property
     def declared(self) -> Declared:
@@ -125,16 +134,16 @@ class JoinRules:
 
     @cached_property
     def row_dims(self) -> Callable[[TreeSpec], tuple[int, ...] | None]:
-        """A function from a structure to the dim of each tensor in it.
+        """A function that returns the dim of each tensor in a structure.
 
-        It returns None if some part of the structure is not concatenated. Threads may call it.
+        It returns None if an option says of some part not to concatenate it. Threads may call it.
         """
-        # A cache per object, and not one of the class: it goes when the block goes.
+        # Cached per object, and not per class: the cache ends with the block
         find = partial(_find_row_dims, self.declared, self.dim, self.join)
         return lru_cache(_MOST_STRUCTURES)(find)
 
     def __post_init__(self) -> None:
-        # The class is frozen, and its cached properties are read only after this.
+        # Written around the frozen class, before the first look at a cached property
         for name in ("out_dims", "reduce", "pad_value"):
             object.__setattr__(self, name, as_tree(getattr(self, name)))
         if self.as_torch:  # torch concatenates outputs of any sizes
@@ -147,8 +156,8 @@ class JoinRules:
                 _refuse_entry("reduce", each, "'mean', 'sum', 'stack', a function of a vector")
         for each in entries_of(self.out_dims):
             if not _is_out_dim(each):
-                other = f". {each!r} is a value of reduce" if each in _REDUCTIONS else ""
-                _refuse_entry("out_dims", each, 'a dim, None, "items", "ragged"', other)
+                advice = f". {each!r} is a value of reduce" if each in _REDUCTIONS else ""
+                _refuse_entry("out_dims", each, 'a dim, None, "items", "ragged"', advice)
         for each in entries_of(self.pad_value):
             if each is not None and not isinstance(each, numbers.Number):
                 _refuse_entry("pad_value", each, "a number")
@@ -160,18 +169,21 @@ def _is_out_dim(entry: Any) -> bool:
     return entry is UNDECLARED or entry is None or is_dim or entry in _WORDS
 
 
-def _refuse_entry(name: str, entry: Any, allowed: str, more: str = "") -> NoReturn:
+def _refuse_entry(name: str, entry: Any, allowed: str, advice: str = "") -> NoReturn:
     like = "a tuple, dict, or dataclass of these like the output"
-    msg = f"{name}={entry!r} is not supported. Use {allowed}, or {like}{more}"
+    msg = f"{name}={entry!r} is not supported. Use {allowed}, or {like}{advice}"
     raise GatherError(msg)
 
 
 class Refusal(Exception):  # noqa: N818
-    """Why a place cannot be joined. Becomes a GatherError that names the place and a cure.
+    """Raised at a place that cannot be joined. `join` raises a GatherError with places and cures.
 
-    `returned` are the values of the lanes in words, `advice` is what to do besides options. With
-    `is_of_options`, the options have another structure than the output. Without `has_cure`, no
-    option is right.
+    Attributes:
+        why: The reason, in words.
+        advice: What the user can change besides options, in words.
+        returned: The values of the lanes, in words.
+        is_of_options: True if the options have another structure than the output.
+        has_cure: False if no option joins the place.
     """
 
     def __init__(
@@ -202,7 +214,7 @@ def _refuse_options(why: str) -> NoReturn:
 
 def refuse_tree(name: str, option: Any, kind: type) -> None:
     """Refuse an option for the parts of a container where the output has another value."""
-    if kind is ReturnedArgument:  # an argument: the options hold for what forward put into it
+    if kind is ReturnedArgument:  # the options are for what forward put into the argument
         return
     declares_keys = isinstance(option, dict)
     declares_items = isinstance(option, tuple) and kind not in SEQUENCES
@@ -213,31 +225,31 @@ def refuse_tree(name: str, option: Any, kind: type) -> None:
 
 def is_tree(option: Any) -> bool:
     """True if an option declares the parts of a container."""
-    return isinstance(option, (dict, tuple))  # which `as_tree` makes of all options
+    return isinstance(option, (dict, tuple))  # `as_tree` has replaced other containers
 
 
 def _has_undeclared(out_dims: Any) -> bool:
     """True if a tree of out_dims may not declare some place of an output."""
     if isinstance(out_dims, tuple):
         return any(map(_has_undeclared, out_dims))
-    # An output may have keys that a dict does not name.
+    # An output may have keys that a dict does not name
     return out_dims is UNDECLARED or isinstance(out_dims, dict)
 
 
 def _find_row_dims(
     declared: Declared, dim: int, join: str, spec: TreeSpec
 ) -> tuple[int, ...] | None:
-    """Return the dim of each leaf; None if an option says something else of one of them."""
+    """Return the dim of each leaf; None if an option says not to concatenate one of them."""
     if join != "cat":
         return None
     try:
         leaves = declared.below(spec)
     except Refusal:
-        return None  # joining place by place raises it again, with its place
+        return None  # `Joiner` raises it again, at its place
     dims = []
     for leaf in leaves:
         is_reduced = leaf.names_reduce and leaf.reduce is not None
-        # Without a look at `pad_value`: nothing is padded here.
+        # `pad_value` does not count, since nothing is padded here
         out_dim = dim if leaf.out_dim is UNDECLARED else leaf.out_dim
         if is_reduced or is_tree(leaf.reduce) or not isinstance(out_dim, int):
             return None
@@ -245,23 +257,19 @@ def _find_row_dims(
     return tuple(dims)
 
 
-def _children(name: str, option: Any, missing: Any, entries: Sequence[Any]) -> list[Any]:
-    """Return the entry of an option for each child of a node.
+def _entries_of_parts(name: str, option: Any, missing: Any, keys: Sequence[Any]) -> list[Any]:
+    """Return the entry of an option for each part of a container, by the keys of the parts.
 
-    `missing` stands for keys that the option leaves out.
+    `missing` is the entry of the keys that the option leaves out.
     """
     if isinstance(option, dict):
-        unknown = [key for key in option if key not in entries]
-        if unknown:
-            has = list(entries)
-            _refuse_options(
-                f"{name} declares the key {unknown[0]!r}, and the output has {has} here"
-            )
-        return [option.get(entry, missing) for entry in entries]
+        for key in option:
+            if key not in keys:
+                has = list(keys)
+                _refuse_options(f"{name} declares the key {key!r}, and the output has {has} here")
+        return [option.get(key, missing) for key in keys]
     if not isinstance(option, tuple):
-        return [option] * len(entries)
-    if len(option) != len(entries):
-        _refuse_options(
-            f"{name} declares {len(option)} items, and the output has {len(entries)} here"
-        )
+        return [option] * len(keys)
+    if len(option) != len(keys):
+        _refuse_options(f"{name} declares {len(option)} items, and the output has {len(keys)} here")
     return list(option)

@@ -1,8 +1,8 @@
-"""Containers among the arguments: what forward changes in a lane's copy, and in the caller's own.
+"""Containers among the arguments: find what forward changed in a lane's copy, and repeat it.
 
-`Contents.read` notes what a container holds before forward. `read_entries` compares the container
-with it: each entry is an old one, under the same key or another one, or a new value.
-`enter_entries` makes the same change in the caller's container, after all joins.
+`Contents.read` notes what a copy holds before forward. `read_entries` finds what it holds after
+forward: each entry is an old one, under the same key or another, or a new value. After all joins,
+`enter_entries` makes the same change in the caller's own container.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from parawrap.tree import (
     ABSENT,
     Attribute,
     TreeSpec,
-    flatten,
+    flatten_once,
     is_kept_whole,
     names_of_slots,
     unflatten,
 )
 
-# Their attributes are not looked for: instances of these very classes have none
+# Instances of these very classes have no attributes, so none are read. A subclass may have some
 _WITHOUT_ATTRIBUTES = frozenset({dict, list, deque, OrderedDict, defaultdict})
 _MOST_STRUCTURES = 1024  # of calls; as many as a cutter keeps plans
 
@@ -41,18 +41,19 @@ Path = tuple[Any, ...]
 def paths_of_containers(spec: TreeSpec) -> tuple[Path, ...]:
     """Return the paths to the containers that forward may change, in calls of one structure.
 
-    Left out are tuples, objects with rules, and the dict of the keyword arguments, which is a new
-    one in each call.
+    Tuples and objects with rules are left out. So is the dict of the keyword arguments, which each
+    call makes.
     """
     found: list[Path] = []
     waiting: list[tuple[Path, TreeSpec]] = [((), spec)]
     while waiting:
         path, node = waiting.pop()
-        # A leaf has no type
-        if node.is_leaf() or node.type is None or is_kept_whole(node.type):
+        is_leaf = node.type is None
+        if is_leaf or is_kept_whole(node.type):
             continue
-        is_inside_arguments = len(path) > 1  # and not (args, kwargs), args, or kwargs
-        if is_inside_arguments and not issubclass(node.type, tuple):
+        # Shorter paths lead to the pair (args, kwargs), to args, and to kwargs
+        is_in_arguments = len(path) >= 2
+        if is_in_arguments and not issubclass(node.type, tuple):
             found.append(path)
         for step, child in zip(node.entries(), node.children(), strict=True):
             waiting.append(((*path, step), child))
@@ -74,7 +75,7 @@ def walk_containers(value: Any) -> Iterator[tuple[Path, Any]]:
         path, node = waiting.pop()
         if isinstance(node, torch.Tensor) or is_kept_whole(type(node)):
             continue
-        parts, spec = _flatten_once(node)
+        parts, spec = flatten_once(node)
         if spec.is_leaf():
             continue
         yield path, node
@@ -82,28 +83,29 @@ def walk_containers(value: Any) -> Iterator[tuple[Path, Any]]:
             waiting.append(((*path, step), part))
 
 
-def replace_parts(value: Any, find: Callable[[Any], Any]) -> Any:
-    """Return a value with other nodes and leaves, where `find` does not return None.
+def replace_parts(
+    value: Any,
+    find: Callable[[Any], Any],
+    must_copy: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Return a value with ``find(part)`` in the place of each part for which that is not None.
 
-    A container without another part stays the same object.
+    `find` is called with the value itself, and with the containers and leaves in it. A container
+    without a replaced part stays the same object, unless ``must_copy(container)`` is True.
     """
     found = find(value)
     if found is not None:
         return found
     if isinstance(value, torch.Tensor) or is_kept_whole(type(value)):
         return value
-    parts, spec = _flatten_once(value)
+    parts, spec = flatten_once(value)
     if spec.is_leaf():
         return value
-    made = [replace_parts(part, find) for part in parts]
-    return value if all(map(is_, made, parts)) else unflatten(spec, made)
-
-
-def _flatten_once(value: Any) -> tuple[list[Any], TreeSpec]:
-    """Return the parts of one node, and its structure, which has the keys in the same order."""
-    # The order of the parts of a dict is not that of its items. Every node except `value` itself is
-    # a leaf
-    return flatten(value, lambda node: node is not value)
+    made = [replace_parts(part, find, must_copy) for part in parts]
+    has_same_parts = all(map(is_, made, parts))
+    if has_same_parts and (must_copy is None or not must_copy(value)):
+        return value
+    return unflatten(spec, made)
 
 
 # Before forward
@@ -128,7 +130,7 @@ class Contents(NamedTuple):
         if isinstance(container, (list, deque)):
             items: Any = [*container]
         elif isinstance(container, dict):
-            # Around the methods of a subclass, which may make new values
+            # By the method of dict: that of a subclass may make new values
             items = dict(dict.items(container))
         elif isinstance(container, Mapping):
             items = {key: container[key] for key in container}
@@ -149,14 +151,15 @@ class Contents(NamedTuple):
 
     def items_by_key(self) -> dict[Any, Any]:
         """Return the items by key, those of a list by index."""
-        is_list = isinstance(self.items, list)
-        return dict(enumerate(self.items) if is_list else self.items)
+        if isinstance(self.items, list):
+            return dict(enumerate(self.items))
+        return dict(self.items)
 
 
 def read_attributes(value: Any) -> dict[str, Any]:
     """Return the attributes and slots of an object, without the items of a mapping."""
     own = getattr(value, "__dict__", {})
-    # A namespace with `self.__dict__ = self` has its attributes among its items
+    # The attributes of a namespace with `self.__dict__ = self` are its items
     found = {} if own is value else dict(own)
     if isinstance(value, Mapping) and not isinstance(value, dict):
         found.pop("data", None)  # the items of a UserDict
@@ -228,13 +231,14 @@ class EntriesAfter(NamedTuple):
 
 
 def _have_same_sources(one: Sources, other: Sources) -> bool:
-    # A list of the keys: their order belongs to the container
+    # As lists: the order of the keys counts too
     if [*one] != [*other]:
         return False
     for key, source in one.items():
-        # Both are tuples, which would be equal across the two classes
+        # The classes are compared first: as tuples, `Old(1)` and `New(1)` are equal
         if type(source) is not type(other[key]):
             return False
+        # Two new values are never compared: they are joined
         if isinstance(source, Old) and source != other[key]:
             return False
     return True
@@ -267,20 +271,19 @@ def read_entries(before: Contents) -> EntriesAfter | None:
 def _find_sources(now: dict[Any, Any], before: dict[Any, Any]) -> Sources:
     """Return where each entry comes from.
 
-    A value that is still under its key comes from there, and a value that was under another key
-    from that one, so that a moved entry is the caller's own object.
+    An object that was under another key before is an old entry too: the caller's own object moves.
     """
-    keys: dict[int, Any] = {}
+    old_keys: dict[int, Any] = {}  # by the ids of the objects in `before`, which keeps them alive
     for key, value in before.items():
-        # Equal numbers and texts may be one object, and say nothing about where they come from
+        # Equal numbers and texts may be one object, which does not show that an entry has moved
         if not is_plain_value(value):
-            keys[id(value)] = key
+            old_keys[id(value)] = key
     found: Sources = {}
     for key, value in now.items():
         if before.get(key, ABSENT) is value:
             found[key] = Old(key)
-        elif id(value) in keys:
-            found[key] = Old(keys[id(value)])
+        elif id(value) in old_keys:
+            found[key] = Old(old_keys[id(value)])
         else:
             found[key] = New(value)
     return found
@@ -292,8 +295,8 @@ def _find_sources(now: dict[Any, Any], before: dict[Any, Any]) -> Sources:
 def enter_entries(container: Any, after: EntriesAfter) -> None:
     """Give a container of the caller the entries that it has after the call.
 
-    Only what forward has changed is written: other calls may write the same container meanwhile,
-    and each step on a list or a dict is one step for all threads.
+    Only what forward has changed is written, since other calls may write the same container
+    meanwhile. Each write of an entry of a dict or a list is one step, so no lock is needed.
     """
     if isinstance(container, (list, deque)):
         _enter_items(container, after)
@@ -306,13 +309,12 @@ def enter_entries(container: Any, after: EntriesAfter) -> None:
 def _enter_items(container: Any, after: EntriesAfter) -> None:
     """Give a list or a deque of the caller the items that it has after the call."""
     sources = [*after.items.values()]
-    first, rest = sources[: after.length], sources[after.length :]
-    has_length = len(first) == after.length
-    keeps_all = has_length and all(map(_stays, first, range(after.length)))
+    old, rest = sources[: after.length], sources[after.length :]
+    keeps_all = len(old) == after.length and all(map(_stays, old, range(after.length)))
     added = [source.value for source in rest if isinstance(source, New)]
     has_only_appended = keeps_all and len(added) == len(rest)
     if has_only_appended:
-        # One step, which reads no item: those that other calls append or remove meanwhile count
+        # One step, which reads no item: items that other calls append or remove meanwhile stay so
         container.extend(added)
         return
     own = [*container]
@@ -323,7 +325,7 @@ def _enter_items(container: Any, after: EntriesAfter) -> None:
 
 def _enter_mapping(container: Any, after: EntriesAfter) -> None:
     """Give a mapping of the caller the items that it has after the call."""
-    # All values are read before the first write, which may replace the source of another entry
+    # All values are read before the first write: it may replace one that moves to another key
     values = {key: _value_of(source, container) for key, source in after.items.items()}
     for key in after.removed:
         if key in container:
@@ -341,7 +343,7 @@ def _enter_attributes(container: Any, after: EntriesAfter) -> None:
         if name in now:
             object.__delattr__(container, name)
     for name, value in values.items():
-        # The container may have made an attribute of a new item, as a ModelOutput does
+        # A ModelOutput sets an attribute for each of its items, so it may have this one already
         is_set_already = now.get(name, ABSENT) is value
         if not _stays(after.attributes[name], name) and not is_set_already:
             object.__setattr__(container, name, value)  # also of a frozen dataclass
@@ -353,5 +355,5 @@ def _stays(source: Source, key: Any) -> bool:
 
 
 def _value_of(source: Source, own: Any) -> Any:
-    """Return the value of an entry. Old ones are the caller's own."""
+    """Return the value of an entry; an old one is read from `own`, the caller's entries."""
     return source.value if isinstance(source, New) else own[source.key]

@@ -11,41 +11,51 @@ import copy
 import functools
 import types
 from collections.abc import Iterator
+from operator import is_
 from typing import Any
 
 import torch
 
 from parawrap.engine.called_code import list_captured
+from parawrap.engine.lent_containers import replace_parts
 from parawrap.engine.replica import Replica
 from parawrap.errors import GatherError
-from parawrap.tree import PLAIN, WholeLeaf, flatten, held_by, parts_below, unflatten
+from parawrap.tree import PLAIN, WholeLeaf, flatten, held_by, parts_below
 
-# Values that cannot hold a part of the model, so that they are not searched
+# Values that cannot hold a part of the model, so they are not searched
 _WITHOUT_PARTS = frozenset({*PLAIN, torch.dtype, torch.device, torch.Size})
+# Values that may call a layer of the lane after the call
 _CODE = (
     types.FunctionType,
     types.MethodType,
     functools.partial,
     types.CoroutineType,
-    Iterator,  # such as a generator or a `map`, which may hold a layer where no one can look
+    Iterator,  # a generator or a `map` may hold a layer in a frame, which is not searched
 )
 
 
 def hand_over(output: Any, replica: Replica) -> Any:
-    """Return the output of a lane without anything that the lane keeps.
+    """Return the output of a lane, with copies of what the replica keeps for its next call.
 
     Raises:
-        GatherError: If it holds a layer, or an object of the lane that cannot be copied.
+        GatherError: If the output holds a layer, or an object of the lane that cannot be copied.
     """
     if type(output) is torch.Tensor:
         return _hand_over_tensor(output, replica)
-    leaves = [leaf.value if isinstance(leaf, WholeLeaf) else leaf for leaf in flatten(output)[0]]
+    found, _ = flatten(output)
+    leaves = [leaf.value if isinstance(leaf, WholeLeaf) else leaf for leaf in found]
     values = [_hand_over_leaf(leaf, replica) for leaf in leaves]
-    is_same = all(value is leaf for value, leaf in zip(values, leaves, strict=True))
-    if is_same and not any(map(replica.owns, _containers_in(output))):
+    has_same_leaves = all(map(is_, values, leaves))
+    if has_same_leaves and not any(map(replica.owns, _containers_in(output))):
         return output
-    by_id = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
-    return _rebuild(output, by_id, replica)
+    value_of = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
+
+    def find_value(node: Any) -> Any:
+        # A list among the attributes of a BatchEncoding is a `WholeLeaf`, which `flatten` makes
+        leaf = node.value if isinstance(node, WholeLeaf) else node
+        return value_of.get(id(leaf))
+
+    return replace_parts(output, find_value, must_copy=replica.owns)
 
 
 def _hand_over_tensor(tensor: torch.Tensor, replica: Replica) -> torch.Tensor:
@@ -71,9 +81,9 @@ def _hand_over_leaf(value: Any, replica: Replica) -> Any:
     for each in reached:
         is_layer = isinstance(each, torch.nn.Module)
         if is_layer or isinstance(each, _CODE):
-            # It may call a layer later, so the replica stays whole for as long as the output lives
+            # Code may call a layer later. A lent replica is not emptied while the output lives
             replica.is_lent = True
-        # Layers stay the lane's also in a copy, so they do not need one
+        # A layer alone is no reason for a copy, which would hold the same layer
         if not is_layer and not has_parts_of_lane:
             has_parts_of_lane = replica.owns(each)
     return _copy_object(value, reached, replica) if has_parts_of_lane else value
@@ -81,7 +91,7 @@ def _hand_over_leaf(value: Any, replica: Replica) -> Any:
 
 def _copy_object(value: Any, reached: list[Any], replica: Replica) -> Any:
     """Return a copy of an object around its tensors. Layers in it stay the lane's."""
-    # `copy.deepcopy` takes an object from the memo in place of a copy
+    # `copy.deepcopy` makes no copy of an object whose id is in the memo, and uses the entry
     memo: dict[int, Any] = {}
     for each in reached:
         if isinstance(each, torch.Tensor):
@@ -108,9 +118,9 @@ def _reach(value: Any) -> Iterator[Any]:
     waiting = [value]
     while waiting:
         each = waiting.pop()
-        has_no_parts = type(each) in _WITHOUT_PARTS
         # All lanes share the classes and modules of Python
-        if id(each) in seen or has_no_parts or isinstance(each, (type, types.ModuleType)):
+        is_shared = isinstance(each, (type, types.ModuleType))
+        if is_shared or type(each) in _WITHOUT_PARTS or id(each) in seen:
             continue
         seen[id(each)] = each
         yield each
@@ -134,18 +144,3 @@ def _containers_in(value: Any) -> Iterator[Any]:
             continue
         yield each
         waiting += [part for part in parts if not isinstance(part, (torch.Tensor, WholeLeaf))]
-
-
-def _rebuild(value: Any, leaves: dict[int, Any], replica: Replica) -> Any:
-    """Return a value with other leaves, given by their ids.
-
-    Containers without another part stay the same object.
-    """
-    if id(value) in leaves:
-        return leaves[id(value)]
-    parts, spec = flatten(value, lambda node: node is not value)  # one level deep
-    made = [_rebuild(part, leaves, replica) for part in parts]
-    is_same = all(new is part for new, part in zip(made, parts, strict=True))
-    if is_same and not replica.owns(value):
-        return value
-    return unflatten(spec, made)

@@ -12,16 +12,16 @@ from parawrap.engine.columns import are_numbers, have_dims, shape_of, sizes_on
 from parawrap.engine.join_rules import Declared, JoinMode, Refusal
 from parawrap.tree import address
 
-_LABEL = -100  # what the losses of torch skip
+_SKIPPED_LABEL = -100  # torch's losses skip it: their `ignore_index`
 
 
 class Cure(NamedTuple):
-    """A declaration of one place that joins it.
+    """A declaration of one place that joins it, or that is to be tried.
 
     Attributes:
         declared: The entries of the place.
         join: The option `join`.
-        note: What the sizes say, for the error.
+        note: What the sizes say about the place, for the error.
     """
 
     declared: Declared
@@ -34,7 +34,7 @@ class Cure(NamedTuple):
         return self.declared.out_dim is None
 
     def change(self, **entries: Any) -> Cure:
-        """Return it with other entries."""
+        """Return the cure with other entries for the place."""
         return self._replace(declared=self.declared._replace(**entries))
 
 
@@ -47,22 +47,24 @@ class OtherDim(NamedTuple):
 
 @dataclass
 class OutputPlace:
-    """One place of an output: a value of all lanes, or a container with its parts.
+    """One place of an output, with the places of its parts if all lanes returned containers.
+
+    `Trials` and `explain_refusal` enter what they find.
 
     Attributes:
-        path: The keys that lead to it.
+        path: The keys that lead to the place.
         column: The value of each lane.
         rows: The row count of each shard; None if it is not known.
-        declared: Its declarations.
-        refusal: Why it cannot be joined; None if it can, or if its parts say why.
-        parts: The parts of a container, by key.
+        declared: The declarations of the user.
+        refusal: Why the place cannot be joined; None if it can, or if its parts say why.
+        parts: The places of the parts of a container, by key.
         is_tuple: True if options declare the parts by position.
-        cure: The declaration that joins it.
-        other: The declaration for another meaning of the same values.
-        is_padded: True if it was padded without a value from the user.
-        note: What the sizes say about it.
-        is_opened: True if the user declares the list as a whole, and the cure must declare its
-            parts.
+        cure: The declaration that joins the place.
+        other: The declaration that joins it if its values have another meaning.
+        is_padded: True if the place was padded without a value from the user.
+        note: What the sizes say about the place.
+        is_opened: True for a list that the user declares as a whole, and whose parts the cure must
+            declare.
     """
 
     path: tuple[Any, ...]
@@ -80,7 +82,7 @@ class OutputPlace:
 
     @property
     def name(self) -> str:
-        """The place in words."""
+        """The address of the place, such as ``output["loss"]``."""
         return address("output", self.path)
 
     @property
@@ -102,8 +104,7 @@ class OutputPlace:
     @property
     def is_proven(self) -> bool:
         """True if shards differ in size, so only a size that comes from the rows can match."""
-        sizes = set(self.rows or ())  # none if they are not known
-        return len(sizes) > 1
+        return len(set(self.rows or ())) > 1  # unknown sizes prove nothing
 
     @property
     def compares_rows(self) -> bool:
@@ -126,7 +127,7 @@ class OutputPlace:
     def count_per_row(self, dim: int) -> int | None:
         """Return how many entries on `dim` each row has; None if it is one, or not the same."""
         sizes = sizes_on(self.column, dim)
-        # A shard without rows has no entries, whatever their number per row.
+        # A shard without rows has no entries, whatever their number per row
         if not self.rows or not sizes or 0 in self.rows:
             return None
         count = sizes[0] // self.rows[0]
@@ -145,7 +146,7 @@ class OutputPlace:
             entries = self.count_per_row(dim)
             if entries is not None:
                 found.append(OtherDim(dim, entries))
-        # Of several such dims, the sizes do not say which has the rows.
+        # Of several such dims, the sizes do not say which has the rows
         if len(found) != 1 or found[0].dim == row_dim:
             return None
         return found[0]
@@ -162,9 +163,9 @@ class OutputPlace:
             return False
         if dtype.is_floating_point or dtype.is_complex:
             return 0.0
-        # A zero is a class among labels, and often the padding among tokens.
+        # A zero is a class in labels, and often the padding in tokens
         has_labels = bool(self.path) and "label" in str(self.path[-1])
-        return _LABEL if has_labels else 0
+        return _SKIPPED_LABEL if has_labels else 0
 
     def walk(self) -> Iterator[OutputPlace]:
         """Yield this place and all places below it."""
@@ -177,5 +178,5 @@ class OutputPlace:
         return (place for place in self.walk() if not place.parts)
 
     def refused(self) -> list[OutputPlace]:
-        """Return the places that cannot be joined, with those of containers."""
+        """Return the places that cannot be joined, at any depth."""
         return [place for place in self.walk() if place.refusal is not None]

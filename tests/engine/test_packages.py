@@ -10,7 +10,7 @@ import torch
 
 from parawrap import parallel
 from parawrap.engine.rules.geometric_graphs import graph_rules
-from parawrap.engine.rules.registry import contents_of, splitter_of, update_argument
+from parawrap.engine.rules.registry import list_contents, splitter_of, update_argument
 from parawrap.engine.rules.tensordicts import tensordict_rules
 from parawrap.engine.rules.transformers_caches import cache_rules
 from parawrap.errors import GatherError, ShardError
@@ -506,15 +506,15 @@ def changed(value, sizes, change):
     Assert that the contents of each part show the change, and nothing without one.
     """
     flatten(value)  # finds the rules of the class
-    before = copy.copy(contents_of(value))
+    before = copy.copy(list_contents(value))
     parts = cut(value, sizes)
     for part in parts:
-        old = contents_of(part)
-        assert is_same(old, contents_of(part))
+        old = list_contents(part)
+        assert is_same(old, list_contents(part))
         change(part)
-        assert not is_same(old, contents_of(part))
+        assert not is_same(old, list_contents(part))
     update_argument(value, splitter_of(value).join(parts))
-    assert not is_same(before, contents_of(value))
+    assert not is_same(before, list_contents(value))
     return value
 
 
@@ -652,8 +652,8 @@ def test_caches_show_changes():
     for kind, inference in (("dynamic", False), ("static", False), ("static", True)):
         with torch.inference_mode(inference):
             cache = filled(model, new_cache(kind, model))
-            before = contents_of(cache)
-            assert is_same(before, contents_of(cache)) != inference
+            before = list_contents(cache)
+            assert is_same(before, list_contents(cache)) != inference
             with torch.no_grad():
                 model(tokens(5, 1), past_key_values=cache, use_cache=True)
-            assert not is_same(before, contents_of(cache))
+            assert not is_same(before, list_contents(cache))

@@ -13,7 +13,7 @@ from torch.nn.utils import rnn
 
 from parawrap.engine.cut import Cutter
 from parawrap.engine.rules.object_state import make_sequence
-from parawrap.engine.rules.registry import contents_of, register_split, update_argument
+from parawrap.engine.rules.registry import list_contents, register_split, update_argument
 from parawrap.errors import GatherError, ShardError
 from tests.helpers.shards import CPU, cut, cutter, joined, refusal, uncut
 
@@ -215,21 +215,21 @@ def test_contents_show_each_change(kind, change):
     """Without a change, two looks find the same objects."""
     value = kind(torch.zeros(3))
     value.notes["names"] = ["a", ["b"]]
-    before = contents_of(value)
-    assert is_same(before, contents_of(value))
+    before = list_contents(value)
+    assert is_same(before, list_contents(value))
     CHANGES[change](value)
-    assert not is_same(before, contents_of(value))
+    assert not is_same(before, list_contents(value))
 
 
 @pytest.mark.parametrize("kind", [Table, Ordered, Listed, Queue])
 def test_contents_show_changed_items(kind):
     value = kind(torch.zeros(3))
-    before = contents_of(value)
+    before = list_contents(value)
     if isinstance(value, dict):
         value["more"] = 1
     else:
         value.append(1)
-    assert not is_same(before, contents_of(value))
+    assert not is_same(before, list_contents(value))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -265,12 +265,12 @@ def test_the_order_of_an_ordered_dict():
     """A change of the order alone counts, and reaches the caller's object."""
     value, joined_value = Held(torch.zeros(3)), Held(torch.zeros(3))
     value.notes = notes = OrderedDict(a=1, b=2)
-    before = contents_of(value)
+    before = list_contents(value)
     joined_value.notes = OrderedDict(b=2, a=1)
     update_argument(value, joined_value)
     assert value.notes is notes
     assert [*notes] == ["b", "a"]
-    assert not is_same(before, contents_of(value))
+    assert not is_same(before, list_contents(value))
 
 
 def test_gradients_of_an_argument():

@@ -1,8 +1,8 @@
 """Values with their own rules for cuts and joins: of registered classes, and of a few packages.
 
-This package knows how a value of some class is cut, joined, moved, and changed. It does not know
-calls, lanes, or models. It imports none of the packages that it has rules for: their classes are
-recognized by the names of their bases.
+This package cuts, joins, moves, and changes values of such classes. It has no code for calls,
+lanes, or models. It imports none of the packages that it has rules for, and recognizes their
+classes by the names of their bases.
 
 file                   | contents                          | tests
 ---------------------- | --------------------------------- | ---------------------------------------

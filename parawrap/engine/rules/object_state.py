@@ -1,7 +1,7 @@
 """The state of an object of any class: its items, attributes, and slots.
 
-A call borrows its arguments. If forward changes the parts that the lanes have, the caller's own
-object gets the joined state and stays the same object, as after the plain call.
+A call borrows its arguments. If forward changes the parts that the lanes have, the caller's object
+gets their joined state. It stays the same object, as after the plain call.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from parawrap.tree import ABSENT, PLAIN, names_of_slots
 FindRules = Callable[[object], Splitter | None]
 """Returns the rules of a value; None if its class has no rules of its own."""
 
-# A state ends at these: plain values hold nothing, code cannot change, and the weights of a module
-# belong to the model.
+# These are listed, and what they hold is not: plain values hold nothing, code does not change, and
+# the weights of a module belong to the model
 _NOT_SEARCHED = (
     *PLAIN,
     range,
@@ -33,7 +33,7 @@ _NOT_SEARCHED = (
     types.FunctionType,
     types.BuiltinFunctionType,
 )
-# Values that cannot change. A lane may make an equal one, which then replaces nothing.
+# Values that cannot change. An equal value, which a lane may have made, replaces nothing
 _COMPARED_BY_VALUE = (*PLAIN, range, torch.Size, torch.dtype)
 
 
@@ -41,16 +41,16 @@ _COMPARED_BY_VALUE = (*PLAIN, range, torch.Size, torch.dtype)
 
 
 def make_sequence(like: Any, items: Iterable[Any]) -> Any:
-    """Return a sequence like another one, with its class, `maxlen`, and attributes."""
+    """Return a sequence of these items with the class, `maxlen`, and attributes of another one."""
     kind = type(like)
     if kind is deque:
         return deque(items, like.maxlen)
-    if kind is list or kind is range:  # items of a range need not be a range
+    if kind is list or kind is range:  # not every sequence of numbers is a range
         return list(items)
     if isinstance(like, tuple):
-        # The constructor of a namedtuple takes one argument per field.
+        # Not by the constructor: that of a namedtuple takes one argument per field
         return tuple.__new__(kind, items)
-    # A constructor of the user's class may take other arguments. `copy` goes around it.
+    # Not by the constructor: that of a user's class may take other arguments
     made = copy.copy(like)
     base: Any = list if isinstance(like, list) else deque
     base.clear(made)
@@ -61,11 +61,12 @@ def make_sequence(like: Any, items: Iterable[Any]) -> Any:
 # List a state
 
 
-def list_state(value: object, find_rules: FindRules) -> list[Any]:
+def list_state(value: object, find_rules: FindRules | None = None) -> list[Any]:
     """Return what a value holds, at any depth: keys, items, attributes, versions of tensors.
 
-    Two lists of one value hold the same objects if nothing was set, replaced, or deleted in
-    between. Each list keeps its objects alive, so no new object has the address of an old one.
+    A value inside it that `find_rules` has rules for is listed by these. Two lists of one value
+    hold the same objects if nothing was set, replaced, or deleted in between. Each list keeps its
+    objects alive, so no new object has the address of an old one.
     """
     found: list[Any] = []
     seen: set[int] = set()  # of the objects in `found`
@@ -76,8 +77,10 @@ def list_state(value: object, find_rules: FindRules) -> list[Any]:
         if isinstance(each, _NOT_SEARCHED) or id(each) in seen:
             continue
         seen.add(id(each))
-        # The rules of the value itself may be what calls this function
-        rules = None if each is value else find_rules(each)
+        rules = None
+        # Not for the value itself: its own rules may be what calls this function
+        if find_rules is not None and each is not value:
+            rules = find_rules(each)
         if rules is not None and rules.contents is not None:
             found += rules.contents(each)
             continue
@@ -92,21 +95,21 @@ def mark_version(tensor: torch.Tensor) -> str | None:
     """Return a text that changes with each write in place; None for an inference tensor."""
     if tensor.is_inference():
         return None
-    # Equal interned texts are one object while a list holds one of them, so `is` compares them.
+    # Equal interned texts are one object while a list holds one of them, so ``is`` compares them
     return sys.intern(f"version {version_of(tensor)}")
 
 
 def _dict_class_of(value: dict[Any, Any]) -> Any:
     """Return the class whose methods read and write a dict in its order.
 
-    The methods of dict do not follow the links of an OrderedDict, and leave them as they are.
+    An OrderedDict keeps its order in links, which the methods of dict neither read nor write.
     """
     return OrderedDict if isinstance(value, OrderedDict) else dict
 
 
 def _stored_items(value: Any) -> Iterator[Any]:
     """Yield the keys and items of a container, as it stores them."""
-    # A class may make new objects when it is iterated, so its own methods are not called.
+    # By the methods of the base class: those of a subclass may make new objects
     if isinstance(value, dict):
         base = _dict_class_of(value)
         yield from base.keys(value)
@@ -135,7 +138,7 @@ def _attributes(value: object) -> Iterator[Any]:
 
 
 def is_unchanged(old: Any, new: Any) -> bool:
-    """True if an entry need not be replaced.
+    """True if `new` need not replace `old`: it is the same object, or has the same value.
 
     Joined tensors are new objects, also those that no lane changed.
     """
@@ -151,7 +154,7 @@ def is_unchanged(old: Any, new: Any) -> bool:
         return False
     if old.dtype != new.dtype or old.shape != new.shape or old.device != new.device:
         return False
-    # A tensor with a graph may have other gradients than an equal tensor.
+    # A tensor with a graph may have other gradients than an equal tensor
     has_graph = old.requires_grad or new.requires_grad
     if has_graph and torch.is_grad_enabled():
         return False
@@ -161,8 +164,7 @@ def is_unchanged(old: Any, new: Any) -> bool:
 def put_state(value: Any, joined: Any, find_rules: FindRules) -> None:
     """Put the items, attributes, and slots of a joined value into the caller's object.
 
-    Entries of dicts and lists, and attributes, that are unchanged stay. Dicts and lists inside the
-    object stay the same objects too.
+    Unchanged items and attributes stay. Dicts and lists inside the object stay the same objects.
 
     Raises:
         GatherError: If the object cannot take them.
@@ -177,7 +179,7 @@ def put_state(value: Any, joined: Any, find_rules: FindRules) -> None:
     if not (takes_items or slots or has_attributes):
         refuse_update(value, "an object of this class cannot be changed")
     for name in slots:
-        # Names are set around `__setattr__`, which a frozen class refuses.
+        # Set by `object`, since a frozen class refuses its own `__setattr__`
         new = getattr(joined, name, ABSENT)
         if new is not ABSENT:
             merged = _merge(getattr(value, name, ABSENT), new, find_rules)
@@ -190,7 +192,7 @@ def put_state(value: Any, joined: Any, find_rules: FindRules) -> None:
 
 def _put_attributes(old: dict[str, Any], new: dict[str, Any], find_rules: FindRules) -> None:
     """Give an object the attributes of another one."""
-    # Attributes that stay are never missing, as another thread may read them.
+    # Without `clear`, so that another thread never misses an attribute that stays
     deleted = [name for name in old if name not in new]
     for name in deleted:
         del old[name]
@@ -199,26 +201,25 @@ def _put_attributes(old: dict[str, Any], new: dict[str, Any], find_rules: FindRu
 
 
 def _put_items(value: Any, joined: Any, find_rules: FindRules) -> bool:
-    """Put the items of a container. Return False if the value is not a mutable container.
+    """Put the items of a container, and return True; False if the value cannot take items.
 
-    Items of one that is not mutable may not differ.
+    An immutable container with other items is refused.
     """
-    # Methods of the base class: a subclass may refuse its own, as outputs of transformers do.
+    # By the methods of the base class: outputs of transformers refuse some of their own
     if isinstance(value, dict):
         _put_dict(value, joined, find_rules)
     elif isinstance(value, list):
-        old = list.copy(value)
-        # If the joined list is longer. If it is shorter, the rest of the caller's items goes
-        missing = max(len(joined) - len(old), 0)
-        old += [ABSENT] * missing
-        pairs = zip(old, list.__iter__(joined), strict=False)
-        merged = [_merge(*pair, find_rules) for pair in pairs]
-        # One step: another thread sees the old items or the new ones.
+        added = max(len(joined) - len(value), 0)
+        old_items = [*list.__iter__(value), *[ABSENT] * added]
+        # Without `strict`: if the joined list is shorter, the last items of the caller's list go
+        pairs = zip(old_items, list.__iter__(joined), strict=False)
+        merged = [_merge(old, new, find_rules) for old, new in pairs]
+        # One step: another thread sees the old items or the new ones
         list.__setitem__(value, slice(None), merged)
     elif isinstance(value, deque):
         if value.maxlen != joined.maxlen:
             refuse_update(value, f"its joined parts have maxlen={joined.maxlen}")
-        # Replaced whole: for a moment, another thread may see it empty. So for a set
+        # In two steps: for a moment, another thread may see it empty. So for a set below
         items = list(joined)
         deque.clear(value)
         deque.extend(value, items)
@@ -244,7 +245,7 @@ def _put_dict(old: dict[Any, Any], new: dict[Any, Any], find_rules: FindRules) -
     entries: dict[Any, Any] = {}
     for key, entry in base.items(new):
         entries[key] = _merge(dict.get(old, key, ABSENT), entry, find_rules)
-    # All of them again, for the order. Another thread may see an entry missing for a moment
+    # All entries are set again, in the order of `new`. Another thread may miss one for a moment
     base.clear(old)
     for key, entry in entries.items():
         base.__setitem__(old, key, entry)
@@ -261,7 +262,7 @@ def _put_tensor(value: torch.Tensor, joined: torch.Tensor) -> None:
 
 
 def _merge(old: Any, new: Any, find_rules: FindRules) -> Any:
-    """Return the entry that replaces `old`: itself where it can take the state of the new one."""
+    """Return the entry for the place of `old`: `old` itself if it can take the state of `new`."""
     if old is ABSENT:
         return new
     if is_unchanged(old, new):

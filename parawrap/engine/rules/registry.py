@@ -1,6 +1,6 @@
-"""The rules of a value that is cut and joined as a whole.
+"""Find the rules of a value that is cut and joined as a whole, and apply them.
 
-They are registered by the user, built in, or those of plain sequences.
+The user has registered the rules, or they are built in, or they are those of plain sequences.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from parawrap.engine.rules.transformers_caches import cache_rules
 from parawrap.errors import GatherError, ShardError
 from parawrap.tree import WholeLeaf, keep_whole, keep_whole_if, tensors_in
 
-# Classes of the user, and classes with built-in rules that were met. Entries are never removed.
+# Classes that the user registered, and classes with built-in rules that a call has met. Entries are
+# never removed, and each is added in one step, so no lock is needed
 _splitters: dict[type, Splitter] = {}
 _PLAIN_CONTAINERS = frozenset({dict, list, tuple, set, deque, torch.Tensor})
 
@@ -85,20 +86,23 @@ def registration_of(cls: type) -> str:
 
 
 def splitter_of(value: object) -> Splitter:
-    """Return the rules of a value that is kept whole; for a plain sequence, one item per row."""
+    """Return the rules of a value that is kept whole; without any, those of a plain sequence."""
     return _splitters.get(type(value), _SEQUENCE)
 
 
 def place_leaf(leaf: WholeLeaf, device: torch.device) -> Any:
-    """Return the value of a leaf that is kept whole, with its tensors on `device`."""
+    """Return the value of a leaf that is kept whole, with its tensors on `device`.
+
+    It is the value itself, or a copy that belongs to the caller of this function.
+    """
     value, rules = leaf.value, splitter_of(leaf.value)
-    places = {tensor.device for tensor in tensors_in(value)}
-    if places == {device}:
+    devices = {tensor.device for tensor in tensors_in(value)}
+    if devices == {device}:
         return value
     # A cache without tensors is copied: its layers create tensors on the device that they note
-    if not places and not rules.may_be_empty:
+    if not devices and not rules.may_be_empty:
         return value
-    # The copy may run on another stream than the work that made the tensors.
+    # The copy may run on another stream than the work that made the tensors
     record_use([leaf])
     if rules.to is not None:
         return rules.to(value, device)
@@ -106,7 +110,7 @@ def place_leaf(leaf: WholeLeaf, device: torch.device) -> Any:
 
 
 def join_parts(parts: Sequence[Any]) -> Any:
-    """Join parts of a value by the rules of their class.
+    """Return the parts that the lanes returned, joined by the rules of their class.
 
     Raises:
         GatherError: If they cannot be joined.
@@ -133,7 +137,7 @@ def count_rows(part: Any) -> int:
         raise GatherError(str(error)) from error
 
 
-def contents_of(value: Any) -> list[Any]:
+def list_contents(value: Any) -> list[Any]:
     """Return what a value with rules holds: keys, entries, and marks of writes into its tensors.
 
     Compare two lists of one value by their length and by ``is``. They are the same if nothing was
@@ -150,8 +154,8 @@ def update_argument(value: Any, joined: Any) -> None:
     """Put the state of the joined parts of an argument into the caller's object.
 
     The object stays the same one. Entries that `joined` lacks are removed. Tensors with equal
-    values and without a graph stay, since joined tensors are new objects in any case. The caller
-    owns `value`; `joined` is used up.
+    values and without a graph stay, since joined tensors are new objects in any case. `value` is
+    borrowed from the caller; `joined` is used up.
 
     Raises:
         GatherError: If the object cannot take the state. The message says to return it.
@@ -168,7 +172,7 @@ def update_argument(value: Any, joined: Any) -> None:
 def find_rules(value: object) -> Splitter | None:
     """Return the rules of a value inside another one; None if its class has none."""
     cls = type(value)
-    # Most values: the rules of packages need not look at their classes.
+    # Most values are of these classes, which the rules of packages need not look at
     if cls in _PLAIN_CONTAINERS:
         return None
     if cls not in _splitters:
@@ -177,9 +181,9 @@ def find_rules(value: object) -> Splitter | None:
 
 
 def _enter_builtin_rules(cls: type) -> bool:
-    """Enter the rules of a package's class among those of the user's. Return False without any."""
+    """Enter the built-in rules of a class, if it has some, and return True; False if not."""
     rules = cache_rules(cls) or tensordict_rules(cls) or graph_rules(cls)
-    # Two threads that meet the class at the same time store equal rules.
+    # Two threads that meet the class at the same time store equal rules
     if rules is not None:
         _splitters[cls] = rules
     return rules is not None
@@ -187,27 +191,27 @@ def _enter_builtin_rules(cls: type) -> bool:
 
 # Plain sequences, which `in_dims` cuts by item
 
-_HOLDERS = (list, tuple, deque)
+_SEQUENCES = (list, tuple, deque)
 
 
 def _split_sequence(value: Any, sizes: Sequence[int]) -> list[Any]:
     parts: list[Any] = []
     for start, end in spans(sizes):
-        if isinstance(value, deque):  # which cannot be sliced
+        if isinstance(value, deque):  # a deque has no slices
             parts.append(make_sequence(value, itertools.islice(value, start, end)))
         else:
-            parts.append(value[start:end])  # a subclass may return a plain list
+            parts.append(value[start:end])  # the slice of a subclass may be a plain list
     return parts
 
 
 def _join_sequences(parts: Sequence[Any]) -> Any:
-    if not isinstance(parts[0], _HOLDERS):
+    if not isinstance(parts[0], _SEQUENCES):
         refuse_to_join(parts[0], "it is neither a list, a tuple, nor a deque")
     return make_sequence(parts[0], itertools.chain.from_iterable(parts))
 
 
 def _update_sequence(value: Any, joined: Any) -> None:
-    if isinstance(value, list) and type(joined) is list:  # slices of a subclass may be plain lists
+    if isinstance(value, list) and type(joined) is list:  # as `_split_sequence` may have made it
         joined = make_sequence(value, joined)
     put_state(value, joined, find_rules)
 
@@ -221,8 +225,8 @@ def _sequence_to(value: Any, device: torch.device) -> Any:
 
 
 def _list_items(value: Any) -> list[Any]:
-    """Return the items, without what they hold: the lanes have the caller's own items."""
-    if type(value) not in _HOLDERS:
+    """Return the items, without what they hold, since the lanes have the caller's own items."""
+    if type(value) not in _SEQUENCES:
         return list_state(value, find_rules)
     marks = [mark_version(item) for item in value if isinstance(item, torch.Tensor)]
     return [*value, *marks]
@@ -252,5 +256,5 @@ def _packed_rows(value: Any) -> int:
 
 keep_whole(rnn.PackedSequence)
 _splitters[rnn.PackedSequence] = Splitter(_split_packed, _join_packed, _packed_rows)
-# The rules of a class are entered when a call first meets it, and so before `splitter_of`
+# `flatten` then calls it for each new class, and so before a value of the class is a `WholeLeaf`
 keep_whole_if(_enter_builtin_rules)

@@ -14,12 +14,16 @@ from parawrap.errors import GatherError, ShardError
 class Splitter(NamedTuple):
     """The rules of one type.
 
-    `split` cuts a value into parts of the given sizes, `join` puts parts together, and `rows`
-    counts the rows of a value. `to` brings a part to a device; None calls the part's own method
-    `to`, if there is one. `update` puts the state of joined parts into the argument that they came
-    from, and `contents` lists the state of a value; None stands for the rules of any object, in
-    `object_state.py`. A value that `may_be_empty` and has no rows, such as a cache before its first
-    use, becomes one empty part per lane.
+    Attributes:
+        split: Cuts a value into parts of the given sizes.
+        join: Joins parts, in order.
+        rows: Counts the rows of a value.
+        to: Returns a part on a device; None calls the part's own method `to`, if there is one.
+        update: Puts the state of joined parts into the argument that they came from; None calls
+            `put_state` of `object_state.py`.
+        contents: Lists the state of a value; None calls `list_state` of `object_state.py`.
+        may_be_empty: True if a value without rows, such as a cache before its first use, is cut
+            into one empty part per lane.
     """
 
     split: Callable[[Any, Sequence[int]], Sequence[Any]]
@@ -32,8 +36,11 @@ class Splitter(NamedTuple):
 
 
 def refuse_split(value: object, why: str, cure: str = "") -> NoReturn:
-    """Raise for an argument, or for a layer inside one. `cure` is another one in words."""
-    # Only the class of the argument can be registered, whatever lies inside it.
+    """Refuse to cut an argument for a value in it, such as a layer of a cache.
+
+    `cure` is what else the user can do, in words.
+    """
+    # "of the argument": the class of an inner value may be registered, and would not be used
     name = type(value).__name__
     msg = (
         f"a {name} cannot be cut: {why}. Use parawrap.register_split for the class of the argument"
@@ -43,20 +50,20 @@ def refuse_split(value: object, why: str, cure: str = "") -> NoReturn:
 
 
 def refuse_to_join(value: object, why: str) -> NoReturn:
-    """Raise for the parts of a value that the lanes returned or changed."""
+    """Refuse to join the parts of a value that the lanes returned or changed."""
     msg = f"the lanes' parts of a {type(value).__name__} cannot be joined: {why}"
     raise GatherError(msg)
 
 
 def refuse_update(value: object, why: str) -> NoReturn:
-    """Raise for an argument that forward changed, and that cannot take the change."""
+    """Refuse a change by forward that the argument cannot take."""
     msg = f"forward changed its {type(value).__name__}, and {why}. Return it instead"
     raise GatherError(msg)
 
 
 def spans(sizes: Iterable[int]) -> Iterable[tuple[int, int]]:
     """Return the start and the end of each part."""
-    # An iterator of C code: every cut value of every call goes through here.
+    # An iterator in C, since every cut value of every call goes through here
     return itertools.pairwise(itertools.accumulate(sizes, initial=0))
 
 

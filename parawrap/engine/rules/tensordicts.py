@@ -20,13 +20,13 @@ from parawrap.engine.rules.splitter import (
     refuse_update,
 )
 
-# Entries with one value for all rows. `torch.cat` takes that of the first part.
+# Classes of entries with one value for all rows. `torch.cat` takes that of the first part
 _WITHOUT_ROWS = ("MetaData", "UnbatchedTensor")
 
 
 def tensordict_rules(cls: type) -> Splitter | None:
     """Return the rules of a class of TensorDicts; None for any other class."""
-    # The attribute is absent while another thread imports the package.
+    # The attribute is absent while another thread imports the package
     is_tensordict = getattr(sys.modules.get("tensordict"), "is_tensor_collection", None)
     if is_tensordict is None or not is_tensordict(cls):
         return None
@@ -43,6 +43,7 @@ def tensordict_rules(cls: type) -> Splitter | None:
 
 
 def _tensordict_rows(value: Any) -> int:
+    """Return the size of batch dim 0. Refuse a value without it, or in a file."""
     if type(value).__name__ == "PersistentTensorDict":
         refuse_split(value, "it lies in a file; call to_tensordict() first")
     if not value.batch_size:
@@ -52,8 +53,8 @@ def _tensordict_rows(value: Any) -> int:
 
 def _split_tensordict(value: Any, sizes: Sequence[int]) -> list[Any]:
     """Cut on batch dim 0."""
-    _tensordict_rows(value)
-    # `copy` gives each part its own nested values; `split` shares those of lazy stacks.
+    _tensordict_rows(value)  # refuses what cannot be cut
+    # `split` shares the nested values of lazy stacks, and `copy` gives each part its own
     parts = [part.copy() for part in value.split(list(sizes), 0)]
     if value.is_locked:  # a copy is not
         parts = [part.lock_() for part in parts]
@@ -97,8 +98,8 @@ def _entries_without_rows(parts: Sequence[Any]) -> Iterator[tuple[str, list[Any]
 
 
 def _tensordict_to(value: Any, device: torch.device) -> Any:
-    """Return a copy on a device. A TensorDict without a device stays without one."""
-    # Blocking: the next stream that reads the copy need not know of this one
+    """Return a copy on a device. The copy of a TensorDict without a device has none either."""
+    # Blocking, so that the next stream that reads the copy need not wait for this one
     moved = value.to(device, non_blocking=False)
     return moved if value.device is not None else moved.clear_device_()
 
@@ -108,7 +109,7 @@ def _tensordict_to(value: Any, device: torch.device) -> Any:
 
 def _list_entries(value: Any) -> list[Any]:
     """Return the keys and entries, also of nested TensorDicts and lazy stacks."""
-    # A lazy stack makes a new tensor each time an entry is read, so its rows are read instead.
+    # A lazy stack makes a new tensor each time an entry is read, so its rows are read instead
     found: list[Any] = [value]
     if _is_lazy_stack(value):
         for row in value.tensordicts:
@@ -121,13 +122,13 @@ def _list_entries(value: Any) -> list[Any]:
             found.append(mark_version(entry))
         elif _is_nested(entry):
             found += _list_entries(entry)
-    if not _is_nested(value):  # a number, a text, or another value that a TensorDict has wrapped
+    if not _is_nested(value):  # wraps a number, a text, or another value
         found.append(getattr(value, "data", None))
     return found
 
 
 def _update_tensordict(old: Any, new: Any) -> None:
-    """Put the entries of joined parts into the argument, also if it is locked."""
+    """Put the entries of joined parts into the argument, which the caller owns and may lock."""
     if old.batch_size[:1] != new.batch_size[:1]:
         refuse_update(
             old, f"its joined parts have {new.batch_size[0]} rows, not {old.batch_size[0]}"
@@ -140,12 +141,13 @@ def _update_tensordict(old: Any, new: Any) -> None:
         _put_entries(old, new)
     except (KeyError, RuntimeError) as error:
         refuse_update(old, f"tensordict refuses the change: {error}")
-    finally:
+    finally:  # also after Ctrl-C
         if must_lock and not old.is_locked:
             old.lock_()
 
 
 def _put_entries(old: Any, new: Any) -> None:
+    """Give a TensorDict the entries of another one. Unchanged entries stay."""
     if _is_lazy_stack(old):
         is_alike = _is_lazy_stack(new) and old.stack_dim == new.stack_dim
         if not is_alike or len(old.tensordicts) != len(new.tensordicts):
@@ -159,17 +161,17 @@ def _put_entries(old: Any, new: Any) -> None:
         before, after = old.get(name, None), new.get(name)
         are_nested = type(before) is type(after) and _is_nested(after)
         if are_nested and before.batch_size == after.batch_size:
-            _update_tensordict(before, after)  # which stays the caller's object
+            _update_tensordict(before, after)  # `before` stays the caller's object
         elif not is_unchanged(before, after):
             old.set(name, after)
 
 
 def _is_lazy_stack(value: Any) -> bool:
-    # By an attribute, since the name of the class differs between versions of tensordict.
+    # By an attribute, since the name of the class differs between versions of tensordict
     return hasattr(value, "stack_dim")
 
 
 def _is_nested(value: Any) -> bool:
-    """True for a TensorDict, and False for other values that a TensorDict has wrapped in one."""
+    """True for a TensorDict; False for one that wraps another value, such as a number."""
     tensordict = sys.modules["tensordict"]
     return bool(tensordict.is_tensor_collection(value) and not tensordict.is_non_tensor(value))

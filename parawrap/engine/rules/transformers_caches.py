@@ -16,13 +16,13 @@ from parawrap.engine.rules.object_state import list_state
 from parawrap.engine.rules.splitter import Splitter, are_equal, refuse_split, refuse_to_join, spans
 
 Change = Callable[[Any, str, list[Any]], Any]
-"""Makes one attribute from those of all caches: `change(owner, name, values)`.
+"""Returns one attribute for those of several caches: ``change(owner, name, values)``.
 
-`owner` is the cache or layer that has it in the first cache."""
+`owner` is the cache or layer of the first cache that has the attribute."""
 
 WITHOUT_CACHE = "use_cache=False in the call lets a model of transformers return no cache"
 _CACHES = "transformers.cache_utils"
-# The tensors of a cache that have rows, by attribute, and the dim that the rows lie on.
+# The dim of the rows of each tensor that has rows, by the name of its attribute
 _ROW_DIMS = {
     "keys": 0,
     "values": 0,
@@ -33,8 +33,8 @@ _ROW_DIMS = {
 }
 _WRITTEN_IN_PLACE = ("conv_states", "recurrent_states")  # also in layers that are not static
 _CONTAINERS = (dict, list, tuple)
-# Classes of the settings of a cache, which are the same for all rows. Fewer than `PLAIN` of `tree`:
-# a cache with an attribute of any other class is refused.
+# Classes of the settings of a cache, which are the same for all rows. A cache with an attribute of
+# any other class is refused
 _SETTINGS = (type(None), bool, int, float, str, type, torch.dtype, torch.device)
 
 
@@ -63,7 +63,7 @@ def _cache_rows(cache: Any) -> int:
         if dim is not None:
             found.add(value.size(dim))
 
-    # The copy that it makes is dropped: it holds no tensors.
+    # The copy is dropped: `count` returns None for each attribute
     _rebuild(count, cache, "", [cache])
     if len(found) > 1:
         _refuse_to_cut(cache, f"its layers have different row counts: {sorted(found)}")
@@ -71,6 +71,7 @@ def _cache_rows(cache: Any) -> int:
 
 
 def _refuse_to_cut(state: object, why: str) -> NoReturn:
+    """Refuse to cut a cache, or a layer of one."""
     refuse_split(state, why, ", or pass no cache and use_cache=False")
 
 
@@ -88,7 +89,7 @@ def _join_caches(parts: Sequence[Any]) -> Any:
 
 
 def _cache_to(cache: Any, device: torch.device) -> Any:
-    """Return a copy on a device, also for the tensors that its layers create later."""
+    """Return a copy on a device, whose layers create their tensors there too."""
 
     def move(owner: Any, name: str, values: list[Any]) -> Any:
         (value,) = values
@@ -106,8 +107,9 @@ def _cache_to(cache: Any, device: torch.device) -> Any:
 
 def _list_cache(cache: Any) -> list[Any]:
     """Return the attributes of a cache and of its layers."""
-    found = list_state(cache, _find_no_rules)
-    # Inference tensors count no writes, so those that layers write in place count as written.
+    # Without rules for the values in it: the rules of a cache are also for the caches inside it
+    found = list_state(cache)
+    # Inference tensors have no versions, so those that layers write in place count as written
     for each in found[:]:
         if not _is_state(each.__class__):
             continue
@@ -115,18 +117,15 @@ def _list_cache(cache: Any) -> list[Any]:
             if not isinstance(value, torch.Tensor) or not value.is_inference():
                 continue
             if _writes_in_place(each, name, value):
-                found.append(object())  # differs from every other object, in the next list too
+                found.append(object())  # the next list has another object here
     return found
 
 
-def _find_no_rules(value: object) -> None:
-    """Return None: the rules of a cache take the caches inside it apart."""
-
-
 def _update_cache(old: Any, new: Any, *, in_place: bool = False) -> Any:
-    """Put the state of `new` into `old`, and return what stands in the place of `old`.
+    """Put the state of `new` into `old`, and return the value for the place of `old`.
 
-    Caches, layers, lists, and dictionaries of `old` stay the same objects.
+    That is `old` for a cache, a layer, a list, or a dict: these stay the same objects. With
+    `in_place`, it is `old` for a tensor too, if the shape has not changed.
     """
     if type(old) is not type(new):
         return new
@@ -136,15 +135,15 @@ def _update_cache(old: Any, new: Any, *, in_place: bool = False) -> Any:
         items: dict[Any, Any] = {}
         for key, value in new.items():
             items[key] = _update_cache(old.get(key), value, in_place=in_place)
-        # The order of the entries is that of `new`, as after the plain call.
+        # Emptied first, for the order of the entries in `new`
         old.clear()
         old.update(items)
     elif isinstance(old, list):
-        both = map(_update_cache, old, new)
+        updated = map(_update_cache, old, new)
         added = new[len(old) :]
-        old[:] = [*both, *added]
+        old[:] = [*updated, *added]
     elif in_place and isinstance(old, torch.Tensor) and old.shape == new.shape:
-        # Compiled models and CUDA graphs hold the addresses of a static layer's tensors.
+        # Compiled models and CUDA graphs hold the addresses of a static layer's tensors
         old.copy_(new)
     else:
         return new
@@ -155,7 +154,11 @@ def _update_cache(old: Any, new: Any, *, in_place: bool = False) -> Any:
 
 
 def _rebuild(change: Change, owner: Any, name: str, values: list[Any]) -> Any:
-    """Return a copy of caches of one structure, with each attribute made by `change`."""
+    """Return a copy of caches of one structure, with the attributes that `change` returns.
+
+    `values` are the caches, or the values of one attribute `name` of theirs; `owner` is the cache
+    or layer that has it.
+    """
     first = values[0]
     kind = type(first)
     insides = [_inside(value) for value in values]
@@ -164,7 +167,7 @@ def _rebuild(change: Change, owner: Any, name: str, values: list[Any]) -> Any:
         if type(value) is not kind or inside.keys() != keys:
             refuse_to_join(owner, f"their {name or 'types'} differ in structure")
     if _is_state(first.__class__):
-        # Around the constructor, which takes other arguments in each class and version.
+        # Not by the constructor, which takes other arguments in each class and version
         copied = object.__new__(kind)
         attributes = vars(copied)
         for key in keys:
@@ -175,14 +178,17 @@ def _rebuild(change: Change, owner: Any, name: str, values: list[Any]) -> Any:
         return change(owner, name, values)
     items: dict[Any, Any] = {}
     for key in keys:
-        # The items of a container belong to the attribute that holds it.
+        # `change` gets the name of the attribute that holds the container, for each of its items
         inner = [inside[key] for inside in insides]
         items[key] = _rebuild(change, owner, name, inner)
     return items if kind is dict else kind(items.values())
 
 
 def _inside(value: Any) -> dict[Any, Any]:
-    """Return the attributes of a cache or a layer, or the items of a container."""
+    """Return the attributes of a cache or a layer, or the items of a container, by key.
+
+    A value of any other class has none.
+    """
     if _is_state(value.__class__):
         _refuse_unknown_layout(value)
         return dict(vars(value))
@@ -193,8 +199,8 @@ def _inside(value: Any) -> dict[Any, Any]:
     return dict(enumerate(value))
 
 
-# Callers read `__class__`: mypy does not take ``type(value)`` for a key of a cache. At most 1024
-# classes, which is more than a process has; each entry keeps its class alive
+# Callers pass `__class__`, since mypy refuses ``type(value)`` as a key. More classes than a process
+# has; each entry keeps its class alive
 @lru_cache(maxsize=1024)
 def _is_state(cls: type) -> bool:
     """True for the class of a cache, or of one layer of a cache."""
@@ -202,7 +208,7 @@ def _is_state(cls: type) -> bool:
 
 
 def _is_static(layer: object) -> bool:
-    """True if the layer writes to its tensors in-place."""
+    """True if a layer writes to its tensors in place, which have room for a maximal length."""
     return hasattr(layer, "max_cache_len")
 
 
@@ -212,9 +218,9 @@ def _writes_in_place(owner: object, name: str, value: torch.Tensor) -> bool:
 
 
 def _refuse_unknown_layout(state: Any) -> None:
-    """Refuse a class that selects rows by its own methods, which may lie on any dim.
+    """Refuse a cache or layer whose rows may lie on other dims than `_ROW_DIMS` says.
 
-    The methods of transformers select them on the dims above.
+    The methods of transformers select rows on these dims, and those of other classes on any.
     """
     if hasattr(state, "_quantized_keys"):
         _refuse_to_cut(state, "its rows are quantized with common scales")
@@ -231,7 +237,7 @@ def _row_dim(owner: object, name: str, value: object) -> int | None:
     if not isinstance(value, torch.Tensor):
         _refuse_to_cut(owner, f"its {name} is of type {type(value).__name__}")
     if value.ndim == 0 or value.shape == (0,):
-        return None  # a position, or a layer that is initialized and has no rows yet
+        return None  # a position, or a tensor of a layer without rows
     if name not in _ROW_DIMS:
         _refuse_to_cut(owner, f"the rows of its {name} may lie on any dim")
     return _ROW_DIMS[name]
@@ -244,17 +250,18 @@ def _cut(start: int, size: int, owner: Any, name: str, values: list[Any]) -> Any
     if not isinstance(value, torch.Tensor):
         is_row_count = name == "batch_size" and isinstance(value, int)
         return size if is_row_count else value
-    # Clones, where a lane may write: the caller's cache gets the writes of all lanes at once, after
-    # the call.
+    # A clone if a lane may write in place: the caller's cache gets the writes of lanes after the
+    # call, by `_update_cache`
     if dim is None:  # a position, or an empty tensor, which is small
         return value.clone()
     part = value.narrow(dim, start, size)
     if _writes_in_place(owner, name, value):
         return part.clone()
-    return part  # a layer replaces it by a longer tensor
+    return part  # a view, which a layer replaces by a longer tensor
 
 
 def _join_values(owner: Any, name: str, values: list[Any]) -> Any:
+    """Return one attribute from those of the lanes' caches."""
     dims = {_row_dim(owner, name, value) for value in values}
     first = values[0]
     if name == "batch_size" and isinstance(first, int):
@@ -267,7 +274,7 @@ def _join_values(owner: Any, name: str, values: list[Any]) -> Any:
     shapes = [tuple(value.shape) for value in values]
     dim = _ROW_DIMS[name]
     others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
-    is_empty_in_some = None in dims  # a layer in some of the lanes
+    is_empty_in_some = None in dims  # the layer has rows in some lanes, and none in others
     if is_empty_in_some or len(others) > 1:
         shown = " and ".join(map(str, shapes))
         refuse_to_join(owner, f"the shapes of {name} are {shown}")

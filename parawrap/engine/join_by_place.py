@@ -1,8 +1,8 @@
 """`Joiner`: join the values of all lanes, one place of the output after another.
 
-Each place has its own declaration, and is joined by the kind of its values: tensors and arrays,
-numbers, lists, registered objects, or one value that all lanes returned. A place that cannot be
-joined raises a `Refusal`.
+`join` comes here with outputs that it cannot concatenate at once. Each place has its own
+declaration, and is joined by the kind of its values: tensors and arrays, numbers, lists, registered
+objects, or one value that all lanes returned. A place that cannot be joined raises a `Refusal`.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ from parawrap.tree import (
     unflatten,
 )
 
-Flat = tuple[list[Any], TreeSpec]
-"""The leaves of an output, and its structure."""
+Siblings = tuple[list[Any], TreeSpec]
+"""The leaves around a place, and their structure."""
 
 Originals = Callable[[], Sequence[Callable[[Any], Any]]]
-"""Returns one function per shard.
+"""Returns one function per part of the call.
 
-It takes a value of that lane, and returns the caller's value that it is a copy of, or None."""
+That takes a value of the lane, and returns the caller's value that it is a copy of, or None."""
 
 MANY_PADDED = "more than one output must be padded, and no padding is right for every output"
 _PROVES_NOTHING = "Equal values do not make it one value: two lanes that count 3 are 6"
@@ -74,15 +74,19 @@ _PROVES_NOTHING = "Equal values do not make it one value: two lanes that count 3
 class Joiner:
     """Joins the outputs of one call. It stands at one place of the output at a time.
 
+    One thread uses it, for one call.
+
     Attributes:
         outputs: The output of each lane.
         lanes: The number of outputs.
+        rules: The options for joining.
+        device: The device of the joined output; None if it stays where the lanes left it.
+        originals: Finds the caller's value of a copy; None if the copies are not known.
         rows: The row count of each shard; None if it is not known.
-        path: The keys that lead to the place. A refusal leaves them: the message names the place.
+        path: The keys that lead to the place. After a refusal, it leads to the refused place.
         siblings: The leaves around the place in the output of the first lane, and their structure.
-        padded: The number of tensors that were padded without a value from the user: at most one.
-        takes_proof: True if shards of one size are taken for proof of which outputs follow the
-            rows. A trial by the rules of a block does so: there, the sizes would differ.
+        padded: The number of tensors that were padded without a value from the user. A second one
+            is refused.
     """
 
     def __init__(
@@ -100,21 +104,18 @@ class Joiner:
         self.originals = originals
         self.rows = None if sizes is None else list(sizes)
         self.path: list[Any] = []
-        self.siblings: Flat | None = None
+        self.siblings: Siblings | None = None
         self.padded = 0
-        self.takes_proof = False
 
     def with_rules(self, rules: JoinRules) -> Joiner:
         """Return a joiner of the same outputs by other rules."""
-        other = Joiner(self.outputs, self.rows, rules, self.device, self.originals)
-        other.takes_proof = self.takes_proof
-        return other
+        return Joiner(self.outputs, self.rows, rules, self.device, self.originals)
 
     def join_values(self, column: Sequence[Any], declared: Declared) -> Any:
-        """Return the one value of all lanes, of any structure."""
+        """Return the joined value of a column of any structure."""
         if TENSOR.issuperset(map(type, column)):
             return self.join_leaves(column, declared)
-        # Sequences are leaves here: their lengths may differ, with one item per row.
+        # Sequences are leaves here: with one item per row, their lengths differ
         siblings = flatten(column[0], is_sequence)
         first_leaves, spec = siblings
         of_lanes = [first_leaves]
@@ -132,13 +133,14 @@ class Joiner:
         joined = []
         for path, parts, each in zip(spec.paths(), columns, declarations, strict=True):
             self.path += path
-            self.siblings = siblings  # again: joining a list among the leaves has set its items
+            # For each leaf again: if one is a list, joining its items has set other siblings
+            self.siblings = siblings
             joined.append(self.join_leaves(parts, each))
             del self.path[depth:]
         return unflatten(spec, joined)
 
     def join_leaves(self, column: Sequence[Any], declared: Declared) -> Any:
-        """Return the one value of all lanes at a leaf, or the one list."""
+        """Return the joined value of a column of leaves, or of lists."""
         first = column[0]
         self.check_kinds(column, declared)
         if first is None:
@@ -147,8 +149,8 @@ class Joiner:
             return self._join_sequences(column, declared)
         if isinstance(first, WholeLeaf):
             return self._join_registered(column, declared)
-        # One of the jagged layout has a shape
-        if isinstance(first, torch.Tensor) and first.is_nested and first.layout is torch.strided:
+        is_nested = isinstance(first, torch.Tensor) and first.is_nested
+        if is_nested and first.layout is torch.strided:  # one of the jagged layout has a shape
             refuse("a nested tensor has no dim to join on")
         if declared.out_dim is None:
             self._refuse_reduced_constant(first, declared)
@@ -160,17 +162,17 @@ class Joiner:
         return self._take_one(column)
 
     def check_kinds(self, column: Sequence[Any], declared: Declared) -> None:
-        """Refuse values of several kinds, and a declaration of the parts of a leaf."""
+        """Refuse a column of several types, and a tree of out_dims for leaves."""
         refuse_tree("out_dims", declared.out_dim, type(column[0]))
         kinds = {type(value) for value in column}
-        # Parameters next to tensors are tensors, and 1 next to 1.0 is a number.
+        # A parameter and a tensor can be joined, and so can 1 and 1.0
         if len(kinds) == 1 or are_tensors(column) or are_numbers(column):
             return
         names = " and ".join(sorted(kind.__name__ for kind in kinds))
         refuse("", "Return one type", returned=f"values of type {names}")
 
     def _refuse_reduced_constant(self, value: Any, declared: Declared) -> None:
-        """Refuse a place that two options declare in different ways."""
+        """Refuse a place for which out_dims has None, and reduce has a reduction."""
         if declared.reduce is None:
             return
         if declared.names_reduce or is_number(value):
@@ -183,18 +185,18 @@ class Joiner:
     # Tensors and arrays
 
     def _join_arrays(self, column: Sequence[Any], declared: Declared) -> Any:
-        """Join tensors, or numpy arrays."""
+        """Join tensors or numpy arrays: the first way below that fits the column."""
         first = column[0]
         has_dims = first.ndim > 0
-        # A reduction that names this place comes before its rows: the user knows the output.
-        is_reduced = declared.names_reduce and declared.reduce is not None
-        if has_dims and is_reduced:
+        # A reduction that names this place comes before its rows: the user knows the output
+        names_reduction = declared.names_reduce and declared.reduce is not None
+        if has_dims and names_reduction:
             return self._reduce_arrays(column, declared)
         dim = self._row_dim(declared)
         takes_any_rows = declared.out_dim == "ragged" or self.lanes == 1
         if has_dims and not takes_any_rows and self._follows_rows(column, declared, dim):
             return self._concatenate(column, dim, declared)
-        # A parameter that all lanes return is one value, but not if its rows were joined above.
+        # A parameter or a whole argument that all lanes return is one value
         original = self._original(column)
         if original is not None:
             return move(original, self.device)
@@ -202,7 +204,7 @@ class Joiner:
             return self._join_numbers(column, declared)
         if takes_any_rows:
             return self._concatenate(column, dim, declared)
-        # `reduce` for a whole output means its numbers, unless the tensor is the whole output.
+        # `reduce` for a whole output is for its numbers, unless the tensor is the whole output
         is_whole_output = not self.path
         if declared.reduce is None or not is_whole_output:
             advice = _PROVES_NOTHING if are_all_equal(column) else ""
@@ -210,23 +212,26 @@ class Joiner:
         return self._reduce_arrays(column, declared)
 
     def _row_dim(self, declared: Declared) -> int:
-        """Return the dim of the rows of a place, if it has rows."""
+        """Return the dim that the rows of a place lie on, if it has rows."""
         out_dim = declared.out_dim
         return out_dim if isinstance(out_dim, int) else self.rules.dim
 
     def _follows_rows(self, column: Sequence[Any], declared: Declared, dim: int) -> bool:
-        """True if tensors or arrays have the rows of their shards on `dim`, or no rows at all."""
+        """True if tensors or arrays have the rows of their shards on `dim`, or zero rows each.
+
+        Sizes that do not fit a declared dim are refused.
+        """
         sizes = sizes_on(column, dim)
         if declared.out_dim is UNDECLARED:
             self._check_proof()
-            are_empty = set(sizes) == {0}  # joining no rows adds nothing
+            are_empty = set(sizes) == {0}  # concatenating them adds nothing, whatever they mean
             return are_empty or sizes == self.rows
         if sizes != self.rows:
             refuse(f"without the rows on dim {dim}", returned=describe_column(column))
         return True
 
     def _concatenate(self, parts: Sequence[Any], dim: int, declared: Declared) -> Any:
-        """Return tensors next to each other along `dim`, on the output device; or arrays."""
+        """Concatenate tensors along `dim` on the output device, or numpy arrays."""
         first, device = parts[0], self.device
         if len(parts) == 1:
             return move(first, device)
@@ -236,8 +241,9 @@ class Joiner:
             if not isinstance(first, torch.Tensor):
                 return concatenate_arrays(parts, dim)
             self._check_tensors(parts)
-            # Parts with different numbers of dims cannot be padded to one shape.
-            may_pad = self.rules.join == "pad" and len({part.ndim for part in parts}) == 1
+            # Parts with different numbers of dims cannot be padded to one shape
+            have_same_dims = len({part.ndim for part in parts}) == 1
+            may_pad = self.rules.join == "pad" and have_same_dims
             if may_pad and not are_alike(parts, dim):
                 value = self._choose_padding(first.dtype, declared.pad_value)
                 parts = pad(parts, dim, value)
@@ -246,7 +252,7 @@ class Joiner:
             moved = [move(part, device) for part in parts]
             return torch.cat(moved, dim)
         except (IndexError, RuntimeError, ValueError) as error:
-            # Shapes are compared only now: nearly all parts can be concatenated.
+            # Shapes are compared only after a failure: nearly all parts can be concatenated
             if are_alike(parts, dim):
                 raise
             why = f"which differ beyond dim {dim}"
@@ -275,15 +281,15 @@ class Joiner:
             refuse("", "Return one dtype", returned=f"tensors of {' and '.join(dtypes)}")
 
     def _choose_padding(self, dtype: torch.dtype, value: Any) -> Any:
-        """Return the value to pad with."""
+        """Return the value to pad with; `value` is that of the user, or None."""
         refuse_tree("pad_value", value, torch.Tensor)
         is_float = dtype.is_floating_point or dtype.is_complex
         if value is not None:
-            # A float takes any number; an integer or a bool may change its value.
+            # Every number is a value of a float dtype, but not of an integer dtype or bool
             if is_float or fits(value, dtype):
                 return value
             refuse(f"pad_value={value!r} is not a value of {dtype}", "Give this output another one")
-        # A zero is a label or a token in other outputs, so only one output of floats gets it.
+        # A zero may be a label or a token in other outputs, so only one output of floats gets it
         self.padded += 1
         if self.padded > 1:
             refuse(MANY_PADDED)
@@ -292,10 +298,7 @@ class Joiner:
         return 0
 
     def _reduce_arrays(self, column: Sequence[Any], declared: Declared) -> Any:
-        """Reduce tensors or arrays without rows, such as confusion matrices.
-
-        The user names the reduction.
-        """
+        """Reduce tensors or arrays without rows, such as confusion matrices, elementwise."""
         refuse_tree("reduce", declared.reduce, type(column[0]))
         if len({part.shape for part in column}) > 1:
             refuse(
@@ -306,6 +309,7 @@ class Joiner:
         return self._reduce(column, declared)
 
     def _join_numbers(self, column: Sequence[Any], declared: Declared) -> Any:
+        """Reduce 0-d tensors, or numbers of Python or numpy, by the reduction of the user."""
         first = column[0]
         refuse_tree("reduce", declared.reduce, type(first))
         if self.rules.as_torch and not are_tensors(column):
@@ -316,7 +320,7 @@ class Joiner:
                 "Return a 0-d tensor, which becomes a vector with one value per shard",
                 returned=f"one {type(first).__name__} each ({list_values(column)})",
             )
-        if any(shape_of(part) for part in column):
+        if any(map(shape_of, column)):  # a tensor with dims in another lane than the first
             refuse("which have no dim in common", returned=describe_column(column))
         if isinstance(first, torch.Tensor) and self._may_be_rows(declared):
             advice = "Keep the dim in the model (squeeze(1) instead of squeeze())"
@@ -326,30 +330,27 @@ class Joiner:
                 "each lane had one row and returned a 0-d tensor, which is either a number or that "
                 "row without its dim"
             )
-            # An option can name an output with a key in `reduce`, but not the whole output.
+            # In `reduce`, a key names an output as numbers. The whole output has no key
             raise Refusal(why, advice, has_cure=bool(self.path))
         return self._reduce(column, declared)
 
     def _may_be_rows(self, declared: Declared) -> bool:
         """True if 0-d tensors may be rows of a model that squeezes a batch of one row."""
-        if self.lanes == 1 or not self.rows or max(self.rows) != 1:
+        had_one_row = max(self.rows or [0]) == 1
+        if self.lanes == 1 or not had_one_row:
             return False
-        # The user who names this place, or gives a function of its values, knows it for a number.
+        # If the user names this place, or gives a function of its values, the values are numbers
         if declared.names_reduce or declared.reduce not in ("mean", "sum"):
             return False
         return not self._has_rows_elsewhere()
 
     def _has_rows_elsewhere(self) -> bool:
         """True if another output of the call has the rows: the model keeps the dim of one row."""
-        # Looked at only for the last batch of a loader, which may have one row per lane.
         leaves, spec = flatten(self.outputs[0])
-        of_lanes = [leaves]
-        for output in self.outputs[1:]:
-            leaves, other = flatten(output)
-            if other != spec:
-                return False
-            of_lanes.append(leaves)
-        columns = zip(*of_lanes, strict=True)
+        try:
+            columns = zip(leaves, *map(spec.flatten_up_to, self.outputs[1:]), strict=True)
+        except ValueError:  # another structure
+            return False
         declarations = self.rules.declared.below(spec)
         for column, declared in zip(columns, declarations, strict=True):
             if not are_tensors(column):
@@ -366,10 +367,11 @@ class Joiner:
     # Lists
 
     def _join_sequences(self, column: Sequence[Any], declared: Declared) -> Any:
+        """Join lists, tuples, or deques."""
         first = column[0]
         form = self.choose_form(column, declared)
         if form == "items":
-            # A deque drops its oldest items, as that of the plain call would have done.
+            # A bounded deque drops its oldest items, as the deque of the plain call would have done
             items: list[Any] = []
             for value in column:
                 items += [move(item, self.device) for item in value]
@@ -393,24 +395,20 @@ class Joiner:
         if isinstance(column[0], deque):
             limits = {value.maxlen for value in column}
             if len(limits) > 1:
-                shown = list_values(sorted(limits, key=str))  # None is among them
+                shown = list_values(sorted(limits, key=str))  # as texts, since one may be None
                 refuse("", returned=f"deques of maxlen {shown}")
         if self._are_items(column, lengths, declared):
             return "items"
         if len(set(lengths)) > 1:
             refuse("", returned=f"{list_values(lengths)} items")
-        # A list of texts under a declared dim has one item per row. This one has not, so it may
-        # only be a constant.
-        has_one_dim = declared.out_dim is not None and not is_tree(declared.out_dim)
-        if has_one_dim and any(map(_holds_texts, column)):
+        # Under one entry other than None, a list of texts has one item per row, or is a constant
+        has_one_entry = declared.out_dim is not None and not is_tree(declared.out_dim)
+        if has_one_entry and any(map(_holds_texts, column)):
             return "one"
         return "parts"
 
     def _are_items(self, column: Sequence[Any], lengths: list[int], declared: Declared) -> bool:
-        """True if lists have one item per row, or rows in any number.
-
-        False if their items are joined one by one.
-        """
+        """True if the items of lists are rows, in the order of the lanes."""
         out_dim = declared.out_dim
         if self.lanes == 1 or out_dim is None or is_tree(out_dim):
             return False
@@ -420,15 +418,15 @@ class Joiner:
         if isinstance(out_dim, int) and any(map(_holds_tensors, column)):
             return False  # a list of tensors, each with its rows on that dim
         if any(isinstance(item, ReturnedArgument) for item in chain(*column)):
-            return False  # a list with arguments: each is one object in all lanes
+            return False  # an argument is one object in all lanes, and not a row
         if out_dim == "ragged":
-            # A list may have any number of rows; a tuple of tensors is a structure.
+            # A list may have any number of rows. A tuple of tensors is a structure of outputs
             if type(column[0]) is not tuple:
                 return True
             leaves, _ = flatten(column)
             return not any(map(is_array_like, leaves))
         if out_dim is UNDECLARED:
-            if any(lengths):  # empty lists are the same list, whatever the sizes
+            if any(lengths):  # empty lists need no proof: joining them adds nothing
                 self._check_proof()
             return lengths == self.rows
         if lengths != self.rows and any(lengths):
@@ -436,14 +434,14 @@ class Joiner:
         return True
 
     def _refuse_unclear_lists(self, column: Sequence[Any], lengths: list[int]) -> None:
-        """Refuse lists that may have one item per row: torch joins all lists item by item.
+        """Refuse lists that may have one item per row, since torch joins all lists item by item.
 
-        The items of other lists are tensors with the rows, such as the heads of a model, or 0-d
-        tensors, such as losses.
+        Other lists hold tensors with the rows, such as the heads of a model, or 0-d tensors, such
+        as losses.
         """
         kind = type(column[0])
         holds_tensors = any(map(_holds_tensors, column))
-        if kind is tuple and holds_tensors:  # a structure, whose items are outputs
+        if kind is tuple and holds_tensors:  # a structure of outputs
             return
         of_lanes = [flatten(value)[0] for value in column]
         # An argument is one object in all lanes, and not a row
@@ -451,8 +449,8 @@ class Joiner:
             return
         tensors = [[*filter(torch.is_tensor, leaves)] for leaves in of_lanes]
         if holds_tensors and self._have_rows(tensors):
-            # Items with all rows are outputs. The items of a list as long as its shard may be
-            # single rows, and have as many entries by chance
+            # Items with all rows are outputs. But the items of a list as long as its shard may be
+            # single rows, which have as many entries by chance
             may_be_rows = lengths == self.rows
             if not may_be_rows or self._are_outputs(column, tensors):
                 return
@@ -479,16 +477,16 @@ class Joiner:
         self, column: Sequence[Any], tensors: Sequence[Sequence[torch.Tensor]]
     ) -> bool:
         """True if lists as long as their shards hold outputs of every row, such as heads."""
-        named: dict[Any, Any] = {}
+        siblings: dict[Any, Any] = {}
         if self.siblings is not None:
             leaves, spec = self.siblings
             for path, leaf in zip(spec.paths(), leaves, strict=True):
-                if path:
-                    named[path[-1]] = leaf
-        if are_auxiliary(column[0], named):
+                if path:  # the whole output has no key
+                    siblings[path[-1]] = leaf
+        if are_auxiliary(column[0], siblings):
             return True
-        # A dict per item is one row's result as a rule, and a vector per item may be a row.
-        first = next(item for item in chain(*column) if item is not None)  # the lists hold tensors
+        # A dict per item is usually the result of one row, and a vector per item may be a row
+        first = next(item for item in chain(*column) if item is not None)  # a list holds a tensor
         if isinstance(first, Mapping):
             return False
         return all(each.ndim >= 2 for each in chain(*tensors))
@@ -496,9 +494,9 @@ class Joiner:
     # Other values
 
     def _join_registered(self, column: Sequence[WholeLeaf], declared: Declared) -> Any:
-        """Join values with registered rules. The rules count their rows."""
+        """Join values of registered classes, or of classes with built-in rules."""
         values = [leaf.value for leaf in column]
-        # An argument that the lanes pass on is the caller's own object.
+        # An argument that all lanes return is the caller's own object
         original = self._original(values)
         if original is not None:
             return original
@@ -511,7 +509,7 @@ class Joiner:
             return moved[0]
         try:
             found = [count_rows(value) for value in values]
-            has_other_rows = any(found) and found != self.rows  # empty values add nothing
+            has_other_rows = any(found) and found != self.rows  # joining empty values adds nothing
             if has_other_rows and declared.out_dim != "ragged":
                 kind = type(values[0])
                 refuse("", returned=f"{list_values(found)} rows of a {kind.__name__}")
@@ -520,12 +518,12 @@ class Joiner:
             raise Refusal(error.message) from error
 
     def _take_one(self, column: Sequence[Any]) -> Any:
-        """Return the undeclared value that all lanes returned: one object, such as a constant.
+        """Return the one object that all lanes returned, such as a constant. Refuse equal ones.
 
         Two lanes that both return the text "1 positive" do not mean "1 positive".
         """
         first = column[0]
-        # A device says nothing about rows. Shapes, ranges, and slices may count them.
+        # Equal devices are one value. Equal shapes, ranges, and slices may count the rows of lanes
         is_one = isinstance(first, torch.device) or self._is_one_object(column)
         if self.lanes > 1 and not is_one:
             if isinstance(first, (str, bytes)):
@@ -538,12 +536,12 @@ class Joiner:
         return self._take_equal(column)
 
     def _is_one_object(self, column: Sequence[Any]) -> bool:
-        """True if all lanes returned one object, and did not make it."""
+        """True if all lanes returned one object that no lane can have made."""
         first = column[0]
         if not all(value is first for value in column):
             return False
-        # CPython has one object for each text of one character, and ``("a",) * 1`` is ``("a",)``,
-        # so lanes may have made a digit or a tuple of one item.
+        # CPython has one object for each text of one character, and ``("a",) * 1`` is ``("a",)``.
+        # So lanes that made a digit or a tuple of one item have one object too
         is_digit = isinstance(first, (str, bytes)) and first.isdigit()
         may_be_made = is_digit or isinstance(first, tuple)
         if may_be_made and len(first) == 1:
@@ -551,7 +549,7 @@ class Joiner:
         return True
 
     def _take_equal(self, column: Sequence[Any]) -> Any:
-        """Return the value that all lanes returned, compared by value."""
+        """Return one value of equal ones, and the caller's own if the lanes have copies of it."""
         original = self._original(column)
         if original is None:
             self._check_equal(column)
@@ -568,22 +566,22 @@ class Joiner:
         refuse(why, returned=describe_column(values))
 
     def _check_proof(self) -> None:
-        """Refuse an undeclared output of shards of equal sizes, as of NeuronCores."""
-        if self.lanes == 1 or self.takes_proof:
+        """Refuse an undeclared output of shards of one size, as on NeuronCores."""
+        if self.lanes == 1 or self.rows is None:
             return
-        if self.rows is not None and len(set(self.rows)) == 1:
+        if len(set(self.rows)) == 1:
             refuse(
                 f"all lanes had {self.rows[0]} rows, which does not show whether this output "
                 "follows the rows"
             )
 
     def _original(self, parts: Sequence[Any]) -> Any:
-        """Return the one value that all lanes returned, or returned their copies of; else None.
+        """Return the parameter or uncut argument that all lanes returned, or copies of it; or None.
 
-        It is a parameter, or an argument that was not cut. Another tensor that all lanes returned
-        is not one value: each lane may have written its rows into it.
+        Another tensor that all lanes returned is not one value: each lane may have written its rows
+        into it.
         """
-        # The first lanes may hold the original itself, of which their functions return None
+        # The first lanes may have the original itself, for which their functions return None
         last = parts[-1]
         if self.originals is None:  # the arguments of the lanes are not known
             is_shared = self.lanes > 1 and all(part is last for part in parts)
@@ -611,14 +609,11 @@ def is_sequence(node: Any) -> bool:
 
 
 def _holds_texts(value: Any) -> bool:
-    """True for texts or other values: lanes may have any number of them.
+    """True for a list of texts, or of other values that no rule joins item by item.
 
-    Arrays, numbers, and sequences are joined by their own rules.
+    Such rules join arrays, numbers, sequences, and registered objects.
     """
-    leaves: list[Any] = []
-    for item in value:
-        found, _ = flatten(item, is_sequence)
-        leaves += found
+    leaves = [leaf for item in value for leaf in flatten(item, is_sequence)[0]]
     for leaf in leaves:
         if isinstance(leaf, (*SEQUENCES, WholeLeaf, ReturnedArgument)):
             return False
@@ -628,7 +623,7 @@ def _holds_texts(value: Any) -> bool:
 
 
 def move(value: Any, device: torch.device | None) -> Any:
-    """Return a value on a device."""
+    """Return a value with its tensors on a device; None leaves them where they are."""
     if device is None:
         return value
     if isinstance(value, torch.Tensor):
