@@ -319,7 +319,13 @@ def _find_objects(
         if extent != OBJECT:
             continue
         has_tensors = any(True for _ in tensors_in(leaf))
-        if has_tensors:
+        if isinstance(leaf, torch.Tensor):
+            description = (
+                f"{place} is a nested tensor whose parts differ in size on the dim of the rows, so "
+                "it has no row count. Pass a dense tensor to cut it"
+            )
+            yield _Unclear(path, description)
+        elif has_tensors:
             # Refused in any case: in a lane on another device, it would have tensors of this one
             description = (
                 f"{is_a}, which holds tensors, and parawrap does not know how to cut it. Use "

@@ -82,7 +82,8 @@ def extent_of(leaf: Any, dim: int | None) -> int:
         if dim is None:
             return BROADCAST
         if -leaf.ndim <= dim < leaf.ndim:
-            return leaf.size(dim)  # not by `shape`, which a nested tensor does not have
+            # Not by `shape`, which a nested tensor does not have
+            return _size_of_nested(leaf, dim) if leaf.is_nested else leaf.size(dim)
         return BEYOND if leaf.ndim else BROADCAST
     if isinstance(leaf, WholeLeaf):
         if dim is None:
@@ -95,6 +96,15 @@ def extent_of(leaf: Any, dim: int | None) -> int:
         return BROADCAST
     length = _length_of_array(leaf)
     return OBJECT if length is None else ARRAY - length
+
+
+def _size_of_nested(tensor: torch.Tensor, dim: int) -> int:
+    """Return the size of a nested tensor on `dim`; OBJECT if its parts differ in size there."""
+    try:
+        size = tensor.size(dim)
+    except RuntimeError:  # the strided layout
+        return OBJECT
+    return size if isinstance(size, int) else OBJECT  # a symbol in the jagged layout
 
 
 def is_plain_value(leaf: Any) -> bool:

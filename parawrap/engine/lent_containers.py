@@ -48,8 +48,7 @@ def paths_of_containers(spec: TreeSpec) -> tuple[Path, ...]:
     waiting: list[tuple[Path, TreeSpec]] = [((), spec)]
     while waiting:
         path, node = waiting.pop()
-        is_leaf = node.type is None
-        if is_leaf or is_kept_whole(node.type):
+        if node.type is None or is_kept_whole(node.type):  # a leaf has no type
             continue
         # Shorter paths lead to the pair (args, kwargs), to args, and to kwargs
         is_in_arguments = len(path) >= 2

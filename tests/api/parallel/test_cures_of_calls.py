@@ -216,6 +216,11 @@ def test_cures_of_arguments():
     with says("is a nested tensor, which torch cannot split. Pass a dense tensor to cut it"):
         call(add, X, nested(X))
     assert_same(call(add, X, nested(X).to_padded_tensor(0.0)), 2 * X)
+    for layout in (torch.strided, torch.jagged):
+        texts = torch.nested.nested_tensor([X, X[:3]], layout=layout)
+        with says(r'differ in size on the dim of the rows.*in_dims=\{"y": None\} gives it whole'):
+            call(lambda x, y: x, X, texts, in_dims={"y": 1})  # noqa: B023
+        assert_same(call(lambda x, y: x, X, texts, in_dims={"y": None}), X)
     with says(
         r"is an array with 20 rows, and the batch has 20. Pass torch\.from_numpy\(\.\.\.\) of it"
     ):
