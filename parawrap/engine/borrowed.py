@@ -248,7 +248,7 @@ def replace_new_entries(loan: Loan, replace: Callable[[Any], Any]) -> None:
 class Borrowed:
     """The arguments of one call, and what its lanes have of them.
 
-    The caller of the call uses it, after all lanes have ended.
+    The thread that makes the call uses it, after all lanes have ended.
 
     Args:
         call: The caller's own arguments.

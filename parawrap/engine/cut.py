@@ -184,10 +184,11 @@ class ShardPlan:
         """
         parts = [column[index] for column in columns]
         moved: dict[int, Any] = {}  # by the id of the part: one at two places stays one object
+        leaves = []
         for part in parts:
             if id(part) not in moved:
                 moved[id(part)] = _move(part, device)
-        leaves = [moved[id(part)] for part in parts]
+            leaves.append(moved[id(part)])
         call = unflatten(flat.spec, leaves)
 
         # If all lanes return their copies of one argument, the output is the argument itself. Parts

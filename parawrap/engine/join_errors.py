@@ -386,17 +386,19 @@ def _say_meaning(cure: Cure) -> str:
 
 def _say_other_meanings(cured: Sequence[OutputPlace]) -> Iterator[str]:
     """Yield what to change in the options if values have another meaning."""
-    names: dict[bool, list[str]] = {}  # by `is_constant` of the other meaning
+    constant: list[str] = []
+    varying: list[str] = []
     for place in cured:
         if place.other is not None:
-            names.setdefault(place.other.is_constant, []).append(place.name)
-    if True in names:
+            names = constant if place.other.is_constant else varying
+            names.append(place.name)
+    if constant:
         yield (
-            f"If {' or '.join(names[True])} is the same in every lane, "
+            f"If {' or '.join(constant)} is the same in every lane, "
             "give it None in out_dims instead"
         )
-    if False in names:
+    if varying:
         yield (
-            f"If {' or '.join(names[False])} depends on the rows, "
+            f"If {' or '.join(varying)} depends on the rows, "
             "name it in reduce or as rows in out_dims instead of None"
         )
