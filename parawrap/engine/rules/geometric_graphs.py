@@ -179,8 +179,8 @@ def _make_batch(like: Any, graphs: list[Any]) -> Any:
         for name in _of_store(like._slice_dict, store):
             if f"{name}_ptr" in store:
                 followed.add(name)
-    # PyTorch Geometric derives the class of a batch from two bases: `Batch` or its subclass, and the
-    # class of the graphs. Only the first base has `from_data_list`
+    # PyTorch Geometric derives the class of a batch from two bases: `Batch` or its subclass, and
+    # the class of the graphs. Only the first base has `from_data_list`
     base: Any = type(like).__bases__[0]
     made = base.from_data_list(graphs, follow_batch=sorted(followed))
     for store in made.stores:

@@ -219,7 +219,7 @@ def test_cures_of_arguments():
     for layout in (torch.strided, torch.jagged):
         texts = torch.nested.nested_tensor([X, X[:3]], layout=layout)
         with says(r'differ in size on the dim of the rows.*in_dims=\{"y": None\} gives it whole'):
-            call(lambda x, y: x, X, texts, in_dims={"y": 1})  # noqa: B023
+            call(lambda x, y: x, X, texts, in_dims={"y": 1})
         assert_same(call(lambda x, y: x, X, texts, in_dims={"y": None}), X)
     with says(
         r"is an array with 20 rows, and the batch has 20. Pass torch\.from_numpy\(\.\.\.\) of it"

@@ -95,7 +95,10 @@ OUTPUTS = {
         lambda x: {"y": (x.repeat_interleave(4, 0),) * 3, "z": [x.repeat_interleave(4, 0)] * 3},
         {"out_dims": {"y": ("ragged",) * 3, "z": ("ragged",) * 3}},
     ),
-    "numbers": (lambda x: {"losses": [x.mean()] * 3, "y": x}, {"reduce": {"losses": ("mean",) * 3}}),
+    "numbers": (
+        lambda x: {"losses": [x.mean()] * 3, "y": x},
+        {"reduce": {"losses": ("mean",) * 3}},
+    ),
     "all kinds": (
         lambda x: {
             "y": x,
