@@ -1,4 +1,4 @@
-"""Run tasks in lanes, as `parallel_apply` and functions of `tuple_fn` do."""
+"""Run tasks in lanes, for `parallel_apply` and `Calls.apply`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parawrap._private_names import profiler_runs
 from parawrap.backends import device_of, record_use
 from parawrap.engine.device_streams import moments_of
 from parawrap.engine.lane_errors import raise_first_failure
-from parawrap.engine.lanes import Lanes
+from parawrap.engine.lanes import Lanes, Turns
 from parawrap.tree import flatten
 
 
@@ -19,14 +19,14 @@ def apply_tasks(
     lanes: Lanes,
     tasks: Sequence[Callable[[], Any]],
     leaves: Sequence[Any],
-    turns: str | None = None,
+    turns: Turns = None,
     home: torch.device | None = None,
     output_device: torch.device | None = None,
 ) -> list[Any]:
     """Run task i in lane i, and return their values in lane order.
 
-    `leaves` are the arguments of all tasks. Lanes that share a device run in turns if one of them
-    requires gradients.
+    `leaves` are the arguments of all tasks, and `home` is the device of the model. Without `turns`,
+    tasks on one device take turns if an argument requires gradients.
 
     Raises:
         BaseException: If a lane fails: the error of the first such lane, with a note on lane and
@@ -41,13 +41,14 @@ def apply_tasks(
             turns = "device" if learns else None
     devices = [lane.device for lane in lanes.all[: len(tasks)]]
     moments = moments_of(devices, (home, output_device, *map(device_of, leaves)))
-    # Lanes that run one after another draw in order, which needs no warning
+    # Tasks that take turns draw in order, which needs no warning
     generators = lanes.read_generators() if turns is None else None
     outputs, errors = lanes.run(tasks, turns, home, moments)
     if errors:
         raise_first_failure(errors, len(tasks), lanes.all)
     if generators is not None:
         lanes.warn_of_draws(generators)
-    if moments:  # made on the lanes' streams, and read on the caller's from here on
+    if moments:
+        # Lanes have made them on their streams. The caller's stream reads them from here on
         record_use(flatten(outputs)[0])
     return outputs

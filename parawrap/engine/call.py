@@ -11,12 +11,12 @@ Read it in this order; each function names the steps of the package's docstring 
           Lanes.run           apply (`lanes.py`)
           Calls._cat_rows     gather rows of one tensor, the usual output
 
-A call of tensors on the CPU, as most are, enters no other function of this file. Any other call
-gets a `PlacedCall` (`placed_call.py`) for scatter and gather. The first call of a plan, and the
-first after a change of the model, has a `Probe`.
+Most calls have tensors on the CPU alone, and enter no other function of this file. Any other call
+gets a `PlacedCall` (`placed_call.py`) for scatter and gather. A `Probe` watches the first call of
+each plan, and does so again after a change of the model.
 
-This path runs on every call, so it enters few functions. It has maps where a comprehension would
-read better: up to Python 3.11, each comprehension enters a function.
+Each call of the target runs this code, so it enters few functions. It has maps where a
+comprehension would read better: up to Python 3.11, each comprehension enters a function.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from parawrap.engine.flat_call import FlatCall
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lane_errors import note_fixed_devices, raise_first_failure
-from parawrap.engine.lanes import Lanes, here
+from parawrap.engine.lanes import Lanes, Turns, here
 from parawrap.engine.output_handover import hand_over
 from parawrap.engine.placed_call import PlacedCall
 from parawrap.engine.replicas import CopiesOfParts, CopyOptions, Replicas
@@ -65,8 +65,8 @@ from parawrap.engine.trace import Recorder, record_call
 from parawrap.errors import ShardError
 from parawrap.tree import TENSOR, TENSORS, WholeLeaf, flatten
 
-_MOST_PROBED = 1024  # plans; as many as a cutter keeps
-# As plain C functions, which a map calls without a function of Python
+_MOST_PROBED = 1024  # as many plans as a `Cutter` keeps
+# In C: a map of one of these enters no function of Python
 _requires_grad = attrgetter("requires_grad")
 _device_of = attrgetter("device")
 _target_of = attrgetter("target")
@@ -79,6 +79,10 @@ _TURNS = (
 )
 
 
+ONE_SHARD = (1,)
+"""The sizes that `join` gets for a call that was not cut, whatever its row count."""
+
+
 def _find_no_calls() -> None:
     """Stand for a weak reference to an object that is gone, so a stub checks for None alone."""
 
@@ -88,11 +92,12 @@ NOWHERE: Any = (_find_no_calls, None)
 
 
 class Stub(wrapt.CallableObjectProxy[Callable[..., Any]]):
-    """A method of a module inside a block. A copy or a pickle of it is one of the plain method.
+    """A method of a module inside a block. It has the signature of the plain method.
 
-    It has the signature of the method. `name` is its key in the module's ``__dict__``, and `under`
-    the earlier value of that key. Its route is a weak reference to the calls of the block, and the
-    entry of the method.
+    `copy`, `deepcopy`, and `pickle` see the plain method in its place.
+
+    `name` is the stub's key in the module's ``__dict__``, and `under` the earlier value of that
+    key. The route is a weak reference to the calls of the block, and the entry of the method.
     """
 
     # torch.compile breaks its graph here. torch.compiler.disable leaves the same marks
@@ -113,20 +118,20 @@ class Stub(wrapt.CallableObjectProxy[Callable[..., Any]]):
         # Under a compiler, the call becomes part of the graph, and runs plainly
         if calls is None or torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
-        # Past the view of the module's ``__dict__``, which hides the stubs (`patch.py`). The entry
-        # of a stub has the name of its method
-        top = dict.get(calls.target.__dict__, entry.method)
-        if top is not self and not self._is_below(top):
-            # Other code has put a wrapper over the stub, and the wrapper has called it. Replicas
-            # have the wrapper too, so in lanes it would run twice
+        # By `dict.get`: the view of the module's ``__dict__`` hides the stubs (`patch.py`)
+        outermost = dict.get(calls.target.__dict__, entry.method)
+        if outermost is not self and not self._is_below(outermost):
+            # Other code has wrapped the stub, and the wrapper has called it. Replicas have the
+            # wrapper too, so a call in lanes would run the wrapper twice
             return calls.run_plainly(entry, args, kwargs)
         return calls.call(entry, args, kwargs)
 
-    def _is_below(self, top: Any) -> bool:
+    def _is_below(self, outermost: Any) -> bool:
         """True if only stubs of other blocks lie over this one."""
-        while type(top) is Stub and top is not self:
-            top = top._self_under
-        return top is self
+        method = outermost
+        while type(method) is Stub and method is not self:
+            method = method._self_under
+        return method is self
 
     def __copy__(self) -> Any:
         return self.__wrapped__
@@ -141,14 +146,14 @@ class Stub(wrapt.CallableObjectProxy[Callable[..., Any]]):
 class Entry(NamedTuple):
     """The functions that run a call of the target.
 
-    With the method "forward", as in ``model(x)``, the hooks of the model itself run in the caller,
-    around the stub, and lanes run those of its submodules. With None, as in ``p.map``, lanes call
-    the replica, which runs all hooks.
+    ``model(x)`` has the method "forward": the hooks of the model itself run in the caller, around
+    the stub, and lanes run the hooks of its submodules. ``p.map`` has None: lanes call the replica,
+    which runs all hooks.
 
     Attributes:
         plain: The call without parawrap.
         method: The name of a method of a replica; None calls the replica itself.
-        batch: The number of a batch in its stream, for traces.
+        batch: The number of the batch in a stream that is traced; None for any other call.
     """
 
     plain: Callable[..., Any]
@@ -165,9 +170,8 @@ class Entry(NamedTuple):
 class Calls:
     """The cut calls and the plain calls of one target, on lanes in threads of this process.
 
-    Thread-safe. A call depends on its arguments, the options, the target, and the modes of torch,
-    and never on earlier calls. `devices` has one entry per lane. A call with more parts than lanes
-    runs part i in lane ``i % lanes``. `labels` name the lanes; `copies_of_parts` is as in
+    Thread-safe. `devices` has one entry per lane. A call with more parts than lanes runs part i in
+    lane ``i % lanes``. `labels` name the lanes. `shares_hooks` and `copies_of_parts` are as in
     `CopyOptions`.
     """
 
@@ -187,26 +191,26 @@ class Calls:
         self.devices = tuple(devices)
         self.cutters = cutters
         self.rules = rules
-        # None: the device of the module, or of a callable's first tensor
-        self.output_device = output_device
+        self.output_device = output_device  # None: `_choose_device` finds it for each call
         self.lanes = Lanes(devices, labels)
         methods = [method for method in cutters if method is not None]
-        options = CopyOptions(methods, False, shares_hooks, copies_of_parts)
+        options = CopyOptions(methods, shares_hooks=shares_hooks, copies_of_parts=copies_of_parts)
         self.replicas = Replicas(target, devices, options)
         self.recorder = Recorder(target)
         self.plain_calls = self.cut_calls = 0
-        self.shards: tuple[int, ...] = ()
+        self.shards: tuple[int, ...] = ()  # the sizes of the last cut call
         self.stays_on_cpu = False  # True if the lanes, the output, and the model are on the CPU
-        # Both are written with `_lock` held. A whole call reads the first with its lane's gate held
+        # True while a cut call runs: whole calls wait. A whole call reads it with its lane's gate
+        # held. This flag and the next are written with `_lock` held
         self.holds_whole_calls = False
         self.runs_whole_calls = False  # True from the first stream or submitted call on
-        # Of this build of torch, whatever the machine
+        # True if this build of torch knows the CPU alone, whatever the machine has
         self._has_only_cpu = torch.accelerator.current_accelerator() is None
         # Held by each cut call: a replica runs one call at a time. It protects the replicas and
         # the counters of cut calls. Reentrant: `refresh` and `apply` take it inside a call
         self._lock = threading.RLock()
         self._counting = threading.Lock()  # of `plain_calls`; never held while user code runs
-        # Flags of warnings: two threads at the same time may give one twice
+        # Two threads may read one of these at the same time, and both give the warning
         self._warns_of_turns = devices[0].type == "cpu" and self.lanes.share_devices
         self._has_warned_of_plan = False
 
@@ -215,21 +219,23 @@ class Calls:
         lanes, replicas = self.lanes, self.replicas
         if here.lane is not None:  # this call is part of another one
             return entry.plain(*args, **kwargs)
-        # As `Lanes.is_alive`, without one more function to enter. A forked child has no lanes
+        # As `Lanes.is_alive`, which would be one more function to enter
         has_lanes = lanes.is_open and lanes.pid == getpid()
         if not has_lanes or must_run_plainly(lanes.backend):
             return self.run_plainly(entry, args, kwargs)
         planned = self._plan(entry, args, kwargs)
         if planned is None:
             return self.run_plainly(entry, args, kwargs)
+        plan, flat = planned
         with self._lock:
-            if not lanes.is_open:  # another thread has closed the block meanwhile
+            if not lanes.is_open:  # another thread has closed the block in between
                 return self.run_plainly(entry, args, kwargs)
             try:
-                # Whole calls would find what this call leaves in a replica. Those that have begun
-                # end first: each holds its lane's gate, and looks at the flag when it has it. If
-                # there were none yet, the first one waits for `_lock` before it can begin
+                # No whole call may run in a replica that this call writes. A whole call takes its
+                # lane's gate, reads the flag, and keeps the gate to its end. So if this thread gets
+                # a gate, no whole call runs in that lane, and the next one finds the flag
                 self.holds_whole_calls = True
+                # While this is false, the first whole call waits for `_lock` (`Session.get_ready`)
                 if self.runs_whole_calls:
                     for lane in lanes.all:
                         with lane.gate:
@@ -237,10 +243,9 @@ class Calls:
                 if not replicas.state.is_current():
                     self.refresh()
                     if not replicas.state.replicas:
-                        # Such as for a lazy layer, which gets its shape in this call. The calls of
-                        # other threads wait for it: two at once would both give it one
+                        # A lazy layer, for example, gets its shape in this call. `_lock` is held:
+                        # of two plain calls at once, each would give it a shape
                         return self.run_plainly(entry, args, kwargs)
-                plan, flat = planned
                 return self._call_in_lanes(entry, plan, flat, (args, kwargs))
             finally:
                 self.holds_whole_calls = False
@@ -248,7 +253,7 @@ class Calls:
     def _plan(
         self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[ShardPlan, FlatCall] | None:
-        """Return the plan of this kind of call, and the call taken apart; None if it runs plainly.
+        """Return the plan of a call, and the call taken apart; None if it runs plainly.
 
         It takes no lock: at worst, two threads make the same plan.
         """
@@ -258,7 +263,7 @@ class Calls:
         cutter = self.cutters[entry.method]
         plan = None if kwargs else cutter.plan_of_tensors(args, count)
         if plan is not None:
-            flat = FlatCall(args, plan.spec, on_cpu=True)  # only a new plan needs the extents
+            flat = FlatCall(args, plan.spec, on_cpu=True)  # without extents, as the plan is made
         else:
             flat = cutter.flatten(args, kwargs)
             plan = cutter.plan(flat, count)
@@ -273,27 +278,27 @@ class Calls:
         """True if the target, the arguments, and the output are on the device of the first lane."""
         if self._has_only_cpu:
             return True
-        device = self.devices[0]
+        here_alone = {None, self.devices[0]}  # None: an argument without a device, such as a number
         if not kwargs and TENSORS.issuperset(map(type, args)):
-            places = {self.output_device, *map(_device_of, args)}
+            devices = {self.output_device, *map(_device_of, args)}
         else:
-            places = {self.output_device, *map(device_of, flatten((args, kwargs))[0])}
-        return places <= {None, device} and self.replicas.is_at_home(device)
+            devices = {self.output_device, *map(device_of, flatten((args, kwargs))[0])}
+        return devices <= here_alone and self.replicas.is_at_home(self.devices[0])
 
     def _call_in_lanes(
         self, entry: Entry, plan: ShardPlan, flat: FlatCall, given: tuple[Any, ...]
     ) -> Any:
         """Run the parts of a call on replicas that are up to date, while no other cut call runs.
 
-        `given` are the caller's own arguments.
+        `given` are the args and kwargs of the caller.
         """
         lanes, replicas, sizes, rules = self.lanes, self.replicas, plan.sizes, self.rules
         state = replicas.state
         used = state.replicas[: len(sizes)]
         grad = torch.is_grad_enabled()
 
-        # Listed layers of torch (`edition.py`) write nothing, unless an argument or a hook brings
-        # other code
+        # Look: may forward write, and what would show it? A quiet model (`edition.py`) writes
+        # nothing, unless an argument or a hook brings other code
         only_tensors = flat.on_cpu or TENSORS.issuperset(map(type, flat.leaves))
         brings_code = any(global_hooks) or not only_tensors
         may_write = brings_code or not state.edition.is_quiet
@@ -317,9 +322,8 @@ class Calls:
             # Task i is replica i with part i of each argument
             tasks: Sequence[Callable[[], Any]] = [*map(partial, functions, *columns)]
         else:
-            placed = PlacedCall(
-                plan, flat, columns, state.replicas, rules, self._output_place(flat)
-            )
+            device = self._choose_device(flat)
+            placed = PlacedCall(plan, flat, columns, state.replicas, rules, device)
             tasks = self._make_tasks(entry, placed)
             moments = self._read_moments(flat.leaves, len(sizes))
 
@@ -331,12 +335,12 @@ class Calls:
             outputs, errors = lanes.run(tasks, turns, state.home, moments)
         except BaseException:
             # An interrupt, after which parts may still run. The next call finds these flags and
-            # refreshes: `Lanes.run_idle` waits for the parts, and their writes are put back
+            # refreshes: `Lanes.run_idle` waits for the parts, and replicas drop their writes
             for replica in used:
                 replica.is_dirty = replica.are_tensors_held = True
             raise
 
-        # Note what forward wrote, before anything is refused: the next call starts from the model
+        # First, as the next lines may raise: the next call restores the replicas that are dirty
         if may_write:
             for replica in used:
                 replica.is_dirty = not replica.snapshot.is_same()
@@ -351,7 +355,7 @@ class Calls:
         if versions_of_whole and versions_of_whole != plan.read_versions(flat):
             raise ShardError(WRITTEN_WHOLE)
 
-        # Gather. Nothing of the caller's is written before all joins are done: each may be refused
+        # Gather. The caller's objects are written after all joins, since a join may refuse
         output: Any = None
         if placed is not None:
             placed.join_arguments(given, outputs)
@@ -361,22 +365,21 @@ class Calls:
             joining = placed or PlacedCall(plan, flat, columns, state.replicas, rules, None)
             output = joining.join_outputs(outputs, lanes.backend.type)
         if may_write:
-            # A join returns a new tensor, or what all lanes returned, which is lane 0's. Without
-            # buffers, no lane keeps a tensor
             is_joined_tensor = len(sizes) > 1 and type(output) is torch.Tensor
             has_no_buffers = not used[0].tensors
+            # Lanes without buffers keep no tensor
             is_new = is_joined_tensor and has_no_buffers
-            # An item per lane, each of another lane's replica
             is_per_lane = type(output) is list and len(output) == len(used)
             if rules.join == "list" and is_per_lane:
-                output = [*map(hand_over, output, used)]
+                output = [*map(hand_over, output, used)]  # an item per lane, each of its replica
             elif not is_new:
+                # What is not new is an object that all lanes returned, and so one of lane 0's
                 output = hand_over(output, used[0])
 
         # Settle: the writes of forward reach the model and the arguments, or are refused
         if may_write:
             replicas.settle_call(used, versions)
-        elif [*map(version_of, state.params)] != versions:  # another thread wrote it
+        elif [*map(version_of, state.params)] != versions:  # by another thread
             replicas.refuse_write(versions, state)
         if probe is not None:
             probe.end()
@@ -386,16 +389,16 @@ class Calls:
             plan.write_back(flat, columns, ())
         self.cut_calls += 1
         self.shards = sizes
+        # No lane counts now: this call is over, and whole calls wait
         for lane, rows in zip(cycle(lanes.all), sizes, strict=False):
             lane.rows += rows
         return output
 
-    def _decide_turns(self, leaves: Sequence[Any], only_tensors: bool) -> str | None:
-        """Return the parts that run one after another: "all", those of each "device", or None.
+    def _decide_turns(self, leaves: Sequence[Any], only_tensors: bool) -> Turns:
+        """Return which parts take turns, because gradients or random numbers need an order.
 
-        Parts of a device take turns if gradients or random numbers need an order. Arguments that
-        require gradients count without gradients too: a reentrant checkpoint runs forward without,
-        and once more with them.
+        Arguments that require gradients count in `torch.no_grad` too: a reentrant checkpoint runs
+        forward there first, and later again with gradients.
         """
         survey = self.replicas.state.survey
         if survey.in_turns or survey.generators:
@@ -405,19 +408,18 @@ class Calls:
             if draws_from_generator(leaves):
                 return "all"
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        learns = torch.is_grad_enabled() and any(map(_requires_grad, survey.params))
-        if learns and self._warns_of_turns:
+        model_learns = torch.is_grad_enabled() and any(map(_requires_grad, survey.params))
+        if model_learns and self._warns_of_turns:
             is_in_eval_mode = getattr(self.target, "training", True) is False
             if is_in_eval_mode:
                 self._warns_of_turns = False
                 warn_caller(_TURNS)
-        # A profiler records the calling thread alone, which runs all parts of one group
+        # A profiler records the calling thread alone, which runs all parts that take turns
         if torch.are_deterministic_algorithms_enabled() or profiler_runs():
             return "all"
-        # A part that learns may draw random numbers that checkpointing recomputes
-        learns = learns or any(map(_requires_grad, tensors))
-        takes_turns = learns and self.lanes.share_devices
-        return "device" if takes_turns else None
+        # With gradients, a part may draw random numbers that checkpointing draws again
+        learns = model_learns or any(map(_requires_grad, tensors))
+        return "device" if learns and self.lanes.share_devices else None
 
     def _cat_rows(
         self,
@@ -426,10 +428,10 @@ class Calls:
         columns: Sequence[Sequence[Any]],
         leaves: Sequence[Any],
     ) -> torch.Tensor | None:
-        """Return outputs on the CPU next to each other; None for other outputs than such rows.
+        """Return the outputs of the lanes as one tensor; None if `join` must join or refuse them.
 
-        Each must be a plain tensor with the rows of its shard. Parts of one argument are that
-        argument.
+        Each output must be a plain tensor on the CPU with the rows of its shard. If the outputs are
+        the parts of one argument, return that argument.
         """
         dim, sizes = self.rules.row_dim_of_tensor, plan.sizes
         if dim is None or not TENSOR.issuperset(map(type, outputs)):
@@ -444,8 +446,8 @@ class Calls:
                 return leaf  # type: ignore[no-any-return]
         # Nested tensors, tensors without that dim, and tensors of other shapes raise
         with suppress(RuntimeError, IndexError):
-            rows = map(itemgetter(dim), map(_shape_of, outputs))
-            has_rows = (*rows,) == sizes
+            shapes = map(_shape_of, outputs)
+            has_rows = tuple(map(itemgetter(dim), shapes)) == sizes
             # The larger sizes come first, so these two are equal only if all are
             is_proven = sizes[0] != sizes[-1] or not self.rules.needs_proof
             if has_rows and is_proven:
@@ -455,7 +457,7 @@ class Calls:
     # Other arguments than tensors on the CPU, and other devices
 
     def _make_tasks(self, entry: Entry, placed: PlacedCall) -> Sequence[Callable[[], Any]]:
-        """Return one task per part, which places its shard in its lane, and runs it there."""
+        """Return one task per part. A task places its shard in its lane, and runs forward there."""
         run = partial(self._run_part, entry, placed)
         sizes = placed.plan.sizes
         if not self.recorder.traces:
@@ -470,7 +472,7 @@ class Calls:
         replicas, count = self.replicas, self.lanes.count
         replica = replicas.state.replicas[index % count]
         if index >= count:
-            # The lane has run another part of this call, and this one starts from the model
+            # An earlier part of this call has run in this replica, and may have written into it
             replica.is_dirty = not replica.snapshot.is_same()
             replicas.prepare(replica)
         device = self.devices[index % count]
@@ -479,22 +481,25 @@ class Calls:
         return entry.of(replica.target)(*shard.args, **shard.kwargs)
 
     def _read_moments(self, leaves: Sequence[Any], count: int) -> Sequence[Moment]:
-        """Return the caller's moment for each of so many lanes; none if all is on the CPU."""
+        """Return the caller's moment for the lane of each part; nothing if all is on the CPU."""
         if self.stays_on_cpu and all(map(_is_on_cpu, leaves)):
             return ()
         sources = (self.replicas.state.home, self.output_device, *map(device_of, leaves))
         return moments_of(self.devices[:count], sources)
 
-    def _output_place(self, flat: FlatCall) -> torch.device | None:
-        """Return the device of outputs; None if the lanes leave them there, on the CPU."""
+    def _choose_device(self, flat: FlatCall) -> torch.device | None:
+        """Return the device of outputs; None if they stay on the CPU, where lanes make them.
+
+        The device is the first of these: `output_device`, the model's home, the device of the first
+        tensor among the arguments, and that of lane 0.
+        """
         home = self.replicas.state.home
-        # A model without tensors has its outputs where the first tensor among the arguments is
         if self.stays_on_cpu and (flat.on_cpu or home is not None):
             return None
-        places = (self.output_device, home, *map(device_of, flat.leaves), *self.devices)
-        device = next(filter(None, places))
-        stays_there = self.stays_on_cpu and device.type == "cpu"
-        return None if stays_there else device
+        devices = (self.output_device, home, *map(device_of, flat.leaves), *self.devices)
+        device = next(filter(None, devices))
+        is_there = self.stays_on_cpu and device.type == "cpu"
+        return None if is_there else device
 
     # Calls that are not cut
 
@@ -507,10 +512,12 @@ class Calls:
             return entry.plain(*args, **kwargs)
         function = entry.plain
         if self.recorder.traces:
-            record = partial(self.recorder.record, entry.method, entry.batch, None)
-            function = partial(record_call, record, None, entry.plain)
+            rows = lane = None  # no lane runs the call
+            record = partial(self.recorder.record, entry.method, entry.batch, rows)
+            function = partial(record_call, record, lane, entry.plain)
         try:
-            here.lane = self.lanes.all[0]  # calls of the model by itself are part of this one
+            # If the target calls itself, that call is part of this one, and runs plainly
+            here.lane = self.lanes.all[0]
             output = function(*args, **kwargs)
         finally:
             here.lane = None
@@ -518,7 +525,7 @@ class Calls:
                 self.replicas.suspect_buffers()
         with self._counting:
             self.plain_calls += 1
-        return output if self.rules.keep_single else join([output], (1,), self.rules)
+        return output if self.rules.keep_single else join([output], ONE_SHARD, self.rules)
 
     def apply_replicas(
         self, entry: Entry, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
@@ -526,7 +533,7 @@ class Calls:
         """Call replica i with args i and kwargs i, in lane i; return the outputs in lane order.
 
         Raises:
-            ReplicaError: If the model cannot be copied, or as for a cut call.
+            ReplicaError: If the model cannot be copied, or if forward wrote a parameter.
             BaseException: If a lane fails: the error of the first such lane, with a note on lane
                 and device. All other lanes have finished.
         """
@@ -535,16 +542,16 @@ class Calls:
             if not replicas.state.is_current():
                 self.refresh()
             state = replicas.state
-            if not state.replicas:
-                parts = zip(args, kwargs, strict=True)
-                # Not `self.run_plainly`: in a subclass, it may call this method
-                return [Calls.run_plainly(self, entry, part, named) for part, named in parts]
+            if not state.replicas:  # such as a lazy layer without a shape yet
+                calls = zip(args, kwargs, strict=True)
+                # Not `self.run_plainly`: that of a subclass may call this method
+                return [Calls.run_plainly(self, entry, part, named) for part, named in calls]
             used = state.replicas[: len(args)]
             versions = [*map(version_of, state.params)]
             tasks = []
             for replica, part, named in zip(used, args, kwargs, strict=True):
                 tasks.append(partial(entry.of(replica.target), *part, **named))
-                replica.are_tensors_held = True
+                replica.are_tensors_held = True  # a graph, an argument, or a hook may keep them
             try:
                 outputs = self.apply(tasks, flatten((list(args), list(kwargs)))[0])
             finally:
@@ -569,14 +576,14 @@ class Calls:
     def is_ready(self) -> bool:
         """True if a call of this thread may go to the lanes.
 
-        Not inside a lane, after `close`, or while the thread is traced.
+        False inside a lane, after `close`, in a forked child, and where `must_run_plainly` is true.
         """
         is_open = here.lane is None and self.lanes.is_alive
         return is_open and not must_run_plainly(self.lanes.backend)
 
     def wait_for_cut_call(self) -> None:
-        """Wait until the cut call that holds whole calls back has ended."""
-        with self._lock:
+        """Wait until the cut call ends that holds whole calls back."""
+        with self._lock:  # held by the cut call
             pass
 
     def refresh(self) -> None:
@@ -592,27 +599,28 @@ class Calls:
 
 
 class Probe:
-    """Facts of a call that no comparison of replicas shows.
+    """A closer look at one call, for what no comparison of replicas shows.
 
-    They are read for each new plan, and for the first call after a change of the model: writes
-    through ``.data``, and draws of several lanes from one random generator.
+    It finds writes of parameters through ``.data``, and draws of several lanes from one random
+    generator. The first call of each plan has one, and the first after a change of the model.
     """
 
-    def __init__(self, calls: Calls, plan: ShardPlan, may_write: bool, turns: str | None) -> None:
+    def __init__(self, calls: Calls, plan: ShardPlan, may_write: bool, turns: Turns) -> None:
         state = calls.replicas.state
         self._calls = calls
         self._plan = plan
         self._probed = state.edition.probed
         self._contents: list[Any] | None = None
-        # A sum of each parameter takes time: for the first plan alone, if no code writes ``.data``
+        # It sums each parameter, which takes time. So only the first plan gets this look, unless
+        # code of the model can write a parameter without a new version
         looks_at_contents = not self._probed or state.survey.writes_data
         if may_write and looks_at_contents:
             self._contents = calls.replicas.read_contents()
-        # In turns, lanes draw in order
+        # Lanes that take turns draw in order
         self._generators = calls.lanes.read_generators() if turns is None else None
 
     def end(self) -> None:
-        """Compare with the facts after the call, and note that the plan has been probed.
+        """Look again after the call, and note that the plan has been probed.
 
         Raises:
             ReplicaError: If forward wrote a parameter.
@@ -628,7 +636,7 @@ class Probe:
 
 def must_run_plainly(backend: Backend) -> bool:
     """True if something watches the calling thread and cannot follow into a lane."""
-    # Function modes live in one thread. A default device is one too, and lanes take it over
+    # A function mode acts in one thread. Of these, lanes take over a default device alone
     if count_function_modes() > 0:
         is_device = (isinstance(mode, DeviceContext) for mode in function_modes())
         if not all(is_device):
@@ -636,7 +644,7 @@ def must_run_plainly(backend: Backend) -> bool:
     # Tracers and compilers record what one thread does
     if tracing_state() is not None or torch.compiler.is_compiling():
         return True
-    # Dispatch modes (a FLOP counter, fake tensors) and transforms of functorch live in one thread
+    # Dispatch modes (a FLOP counter, fake tensors) and transforms of functorch act in one thread
     if count_dispatch_modes() > 0 or functorch_level() is not None:
         return True
     # Hooks on saved tensors depend on the order of their calls
@@ -650,8 +658,6 @@ def must_run_plainly(backend: Backend) -> bool:
 
 
 def _is_on_cpu(leaf: Any) -> bool:
-    """True for a tensor on the CPU, and for a value without tensors.
-
-    A container that is one leaf may hold tensors on any device.
-    """
-    return getattr(leaf, "is_cpu", not isinstance(leaf, WholeLeaf))
+    """True for a tensor on the CPU, and for a value without tensors."""
+    is_without_tensors = not isinstance(leaf, WholeLeaf)  # which may hold some, on any device
+    return getattr(leaf, "is_cpu", is_without_tensors)

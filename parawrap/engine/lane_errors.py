@@ -1,4 +1,4 @@
-"""The error that a call raises if lanes fail: the first one's, with notes on lane and device."""
+"""The error that a call raises if lanes fail: that of the first lane, with notes on its place."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ def raise_first_failure(
 ) -> NoReturn:
     """Raise the error of the first lane that failed, with notes on its place and on other errors.
 
-    `describe` returns the contents of a shard for the first note. An interrupt or an exit comes
-    before any error, because no task failed with it. The list is emptied: the traceback holds
-    frames that hold it, and a cycle would keep the tensors.
+    `errors` has shards and their errors, and is emptied. `count` is the number of shards, and
+    `describe` returns the rows of a shard. An interrupt or an exit comes before all errors, since
+    it is not a failure of the model.
     """
     errors.sort(key=_order_of_failure)
     (shard, first), *others = errors
+    # A frame in the traceback of the error holds the list: a cycle, which would keep the tensors
     errors.clear()
     place = f"in {lanes[shard % len(lanes)]}, shard {shard} of {count}"
     add_note(first, place if describe is None else f"{place}: {describe(shard)}")
     for index, other in others:
-        # Lanes may raise one object, such as an error that the model keeps
-        if other is not first:
-            # It has a text also if the `__str__` of the error fails
-            text = "".join(traceback.format_exception_only(other)).strip()
-            place = f"in {lanes[index % len(lanes)]}, shard {index} of {count}"
-            add_note(first, f"also {place}: {text}")
+        if other is first:  # lanes may raise one object, such as an error that the model keeps
+            continue
+        # Not by `str`: the `__str__` of a user's error may fail
+        text = "".join(traceback.format_exception_only(other)).strip()
+        place = f"in {lanes[index % len(lanes)]}, shard {index} of {count}"
+        add_note(first, f"also {place}: {text}")
     try:
         raise first
     finally:
-        del first, others  # the traceback holds this frame
+        del first, others  # their tracebacks hold this frame: a cycle
 
 
 def note_fixed_devices(
@@ -46,7 +47,7 @@ def note_fixed_devices(
     home: torch.device | None,
     devices: Sequence[torch.device],
 ) -> None:
-    """Add the cure to torch's error about tensors on two devices, in a lane away from the model."""
+    """Add a cure to torch's errors about tensors on two devices, if the lane is not at `home`."""
     for shard, error in errors:
         device = devices[shard % len(devices)]
         is_away = home is not None and device != home

@@ -3,24 +3,24 @@
 Guarantees:
 
 - A lane runs one part at a time: the thread that works in it holds ``lane.lock``.
-- The caller runs lane 0's part, and then every part that no thread has begun. With gradients, the
-  caller runs all parts of a device itself, in order.
-- The outcome of a part reaches the caller whatever the part raises; the lane lives on.
+- The caller runs lane 0's part, and then every part that no thread has begun. Parts that take
+  turns are a group, which one thread runs in order.
+- The outcome of a part reaches the caller whatever the part raises; the lane goes on.
 - A part never waits for a lane: `here.lane` is set in it, and calls of the model run plainly. A
-  part that waits for another thread, which itself makes a call, waits forever.
+  part that waits for another thread blocks forever if that thread makes a call that lanes run.
 - An interrupt drops the parts that have not started. A caller that waits for other parts leaves at
-  once. One that is interrupted in its own part first waits for those that run.
+  once. A caller that is interrupted in a part first waits for the parts that run.
 - Threads start when first needed. They end with `close`, with the last reference to the lanes, or
   with the interpreter.
 - A forked child has no lanes: all calls run plainly there.
 
-Threads need no interpreter lock here. What several of them change is one of three things:
+This file needs no interpreter lock. Several threads change these things alone:
 
-- work to be claimed, in a dict, list, or deque: ``pop`` gives each piece to one thread alone;
-- what a lock protects, which the comment of the lock or of the attribute says;
-- a flag that decides only who does the work, never what is computed.
+- pieces of work, in a dict, list, or deque: ``pop`` gives each piece to one thread alone;
+- attributes with a lock: the comment of the lock or of the attribute says so;
+- flags that decide which thread does the work, never what is computed.
 
-A cut call takes this way, and whole calls of a session the other one::
+A cut call takes the first way, and whole calls take the second one::
 
     Lanes.run ──► CallParts ──► Lane.inbox ──► CallParts.__call__, in a lane's thread
         │             └───────────────────────────► CallParts.run
@@ -28,7 +28,7 @@ A cut call takes this way, and whole calls of a session the other one::
 
     Lanes.send ──► a deque of calls ──► Lane.take ──► the call
 
-Both are on the path of every call: for maps in place of comprehensions, see `call.py`.
+Each call takes one of them: for maps in place of comprehensions, see `call.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from operator import attrgetter
 from os import getpid
 from queue import SimpleQueue
 from time import monotonic, perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -65,8 +65,8 @@ _CPU = torch.device("cpu")
 _is_taking = attrgetter("is_taking")
 _thread_of = attrgetter("thread")
 _load_of = attrgetter("load")
-# At the exit of the program. Threads are daemons, so none blocks it for longer; five seconds for
-# the end of a running part are a guess that no test has contradicted
+# For the end of running parts when the program exits; a guess that no test has contradicted.
+# Threads are daemons, so none blocks the exit for longer
 _EXIT_PATIENCE_S = 5.0
 _DRAWS = (
     "lanes that share a random generator drew from it at the same time, so a seed does not "
@@ -75,12 +75,14 @@ _DRAWS = (
 )
 
 
+Turns = Literal["all", "device"] | None
+"""The parts of a call that run one after another: all of them, those of each device, or none."""
+
+
 class _Here(threading.local):
-    """The lane that the calling thread works in.
+    """The lane that the calling thread works in; None outside of lanes."""
 
-    The class has a value because looking for none takes a microsecond.
-    """
-
+    # A default of the class: a read of an attribute that is not there takes a microsecond
     lane: Lane | None = None
 
 
@@ -88,15 +90,18 @@ here = _Here()
 
 
 class Lane:
-    """One device slot and, once it was needed, its thread.
+    """A place where parts and whole calls run, one at a time, and its thread.
 
     Attributes:
-        device: Where its tensors lie.
-        label: The name of the device.
-        lock: Of the thread that works in the lane. It protects the counters too.
+        device: The device of its tensors.
+        label: The name of the device, or of the NeuronCore that the lane feeds.
+        lock: Held by the thread that works in the lane. It protects the counters too.
         gate: Held by a whole call, from its look at `Calls.holds_whole_calls` to its end.
+        inbox: Functions that the thread calls with the lane; None ends the thread.
         own: Whole calls for this lane alone, oldest first.
-        is_taking: True while its thread runs whole calls, or is about to. Changed with `queueing`.
+        is_taking: True while its thread runs whole calls, or is about to. Changed with `queueing`
+            held.
+        thread: None until it is first needed.
     """
 
     def __init__(
@@ -107,7 +112,7 @@ class Lane:
         shared: deque[Any],
         queueing: threading.Lock,
     ) -> None:
-        """`shared` are whole calls for any lane, and `queueing` is the lock of all who add some."""
+        """`shared` are whole calls for any lane. A thread that adds one holds `queueing`."""
         self.index = index
         self.device = device
         self.label = label
@@ -127,11 +132,14 @@ class Lane:
 
     @property
     def load(self) -> tuple[bool, int, int]:
-        """How much the lane has to do, for a comparison with other lanes."""
+        """A key that sorts lanes: at work now, calls on the device, tasks so far."""
         return self.lock.locked(), self.streams.count_unfinished(), self.tasks
 
     def start(self, threads: int | None) -> None:
-        """Start the lane's thread, and wait until its count of intra-op threads is set."""
+        """Start the lane's thread, and wait until it has set its count of intra-op threads.
+
+        With None for `threads`, torch decides the count.
+        """
         ready = threading.Event()
         # The new thread takes the right before it serves. If its start fails, or Ctrl-C comes
         # first, this thread takes it back: `pop` gives it to one of the two alone
@@ -142,7 +150,7 @@ class Lane:
             self.thread = thread
             thread.start()
         except BaseException:
-            with suppress(IndexError):  # it serves
+            with suppress(IndexError):  # the new thread serves, in spite of the error
                 right_to_serve.pop()
                 self.thread = None
             raise
@@ -151,13 +159,13 @@ class Lane:
     def take(self, _: Lane) -> None:
         """Run whole calls, the oldest first, until none waits.
 
-        Other work that waits runs between two of them. The argument is this lane, which all work
-        from the inbox gets.
+        If other work comes into the inbox, that runs before the next whole call. The argument is
+        this lane, as for all work from the inbox.
         """
         while True:
             try:
-                work = (self.own or self._shared).popleft()
-            except IndexError:  # there is none, or another lane was quicker
+                call = (self.own or self._shared).popleft()
+            except IndexError:  # no call waits, or another lane was quicker
                 # `Lanes.send` adds a call and looks for an idle lane under this lock. So either
                 # this thread finds the call, or the sender finds this lane idle
                 with self._queueing:
@@ -165,8 +173,8 @@ class Lane:
                         self.is_taking = False
                         return
                 continue
-            work(self)
-            del work
+            call(self)
+            del call  # from here on, the lane keeps nothing of the call alive
             if not self.inbox.empty():
                 self.inbox.put(self.take)
                 return
@@ -180,10 +188,10 @@ class Lane:
         """
         try:
             right_to_serve.pop()
-        except IndexError:  # the lane may have another thread already
+        except IndexError:  # the thread that started this one has given up
             return
         if threads is not None:
-            # Without this, the thread's first parallel operator undoes the setting
+            # A read first: otherwise, the thread's first parallel operator undoes the setting
             torch.get_num_threads()
             torch.set_num_threads(threads)
         # For good: callbacks of futures run in this thread too, and must not wait for lanes
@@ -191,7 +199,7 @@ class Lane:
         ready.set()
         while (work := self.inbox.get()) is not None:
             work(self)
-            del work  # a waiting lane keeps nothing of its last call alive
+            del work  # `get` may block for long, and the lane keeps nothing of it alive
         # `close` lets the whole calls finish that were sent before it
         while self.own or self._shared:
             with suppress(IndexError):  # another lane was quicker
@@ -202,7 +210,22 @@ class Lane:
 class CallParts:
     """The parts of one call, in groups.
 
-    One thread runs a group in order; the caller runs each that no thread has begun.
+    One thread runs a group in order. The caller runs each group that no thread has begun.
+
+    Attributes:
+        lanes: The lanes; part i belongs to lane ``i % len(lanes)``.
+        tasks: One function per part.
+        groups: The groups that no thread has begun: the indices of the parts, by the index of the
+            lane that may run them. A thread pops a group, and then runs it.
+        home: As in `Modes.run`.
+        moments: One per lane, if devices have work of the call; else empty.
+        asleep: The lanes that are not woken yet, the next one last.
+        modes: The modes of the caller; missing if all parts run in the caller, at home.
+        outputs: One per part.
+        errors: The indices of parts that failed, and their errors.
+        countdown: 0 to the number of groups. The thread that pops the 0 opens `done`: ``pop`` is
+            one step, so no lock is needed.
+        done: Locked until all groups have ended or were dropped.
     """
 
     __slots__ = (
@@ -227,20 +250,17 @@ class CallParts:
         home: torch.device | None,
         moments: Sequence[Moment],
     ) -> None:
-        self.lanes = lanes  # not their pool: parts that wait in an inbox would keep it alive
+        self.lanes = lanes  # not their `Lanes`: parts that wait in an inbox would keep it alive
         self.tasks = tasks
-        self.asleep: list[Lane] = []  # the lanes that are not woken yet, the next one last
-        # By lane: its thread would run the group, and the thread that pops a group runs it
+        self.asleep: list[Lane] = []
         self.groups = groups
         self.home = home
         self.moments = moments
-        self.modes: Modes  # of the caller, if a part runs elsewhere than in the caller's own modes
-        # Each thread writes the places of its own group. `done` opens after the last of them, so
-        # the caller, who waits for it, sees all that the lanes have written
+        self.modes: Modes
+        # Each thread writes the items of its own group. `done` opens after the last of them, so the
+        # caller, which waits for `done`, sees all that the lanes have written
         self.outputs: list[Any] = [None] * len(tasks)
         self.errors: list[tuple[int, BaseException]] = []
-        # A countdown that needs no lock: `list.pop` is atomic, so one thread alone gets the 0, the
-        # last entry. That thread opens `done`
         self.countdown = [*range(len(groups))]
         self.done = threading.Lock()
         self.done.acquire()
@@ -254,14 +274,13 @@ class CallParts:
             self.modes.run(partial(self.run, group), lane.device, self.home)
 
     def wake_next(self) -> None:
-        """Wake the next lane.
+        """Wake one lane, which wakes the next one.
 
-        It wakes the one after it, so that small parts wake few threads for nothing.
-
-        While lanes run whole calls, all of them are woken at once: the next one may be at work for
-        long. A lane that has ended leaves its group to the caller.
+        If parts are small, the caller has run most of them before a lane is awake, and the other
+        threads sleep on. A lane that runs whole calls may come late, so the next lane is woken too.
+        If the thread of a lane has ended, the caller runs its group.
         """
-        with suppress(IndexError):  # there is none, or another lane was quicker
+        with suppress(IndexError):  # no lane is asleep, or another thread has woken it
             while True:
                 lane = self.asleep.pop()
                 lane.inbox.put(self)
@@ -279,10 +298,10 @@ class CallParts:
             if context is not None and position > 0:
                 task = partial(context.copy().run, task)
                 if self.moments:
-                    # Turns are turns on the devices too, which run what lanes have queued
-                    earlier = [self.lanes[before % len(self.lanes)] for before in group[:position]]
+                    # The devices take turns too: each part waits for what earlier parts have queued
+                    earlier = [self.lanes[other % len(self.lanes)] for other in group[:position]]
                     task = partial(_run_after, earlier, task)
-            with lane.lock:  # no interrupt comes between this line and the next
+            with lane.lock:  # Python looks for no signal between this line and the next (3.14 does)
                 start, before = perf_counter_ns(), here.lane
                 try:
                     here.lane = lane
@@ -290,7 +309,7 @@ class CallParts:
                         self.outputs[index] = lane.streams.run(task, self.moments[lane_index])
                     else:
                         self.outputs[index] = task()
-                except BaseException as error:  # noqa: BLE001  # a lane outlives its tasks
+                except BaseException as error:  # noqa: BLE001  # the caller raises it
                     drop_own_frames(error)
                     self.errors.append((index, error))
                     has_failed = True
@@ -311,7 +330,7 @@ class CallParts:
 
     def drop(self) -> None:
         """Drop the groups that no thread has begun."""
-        with suppress(KeyError):
+        with suppress(KeyError):  # none is left
             while True:
                 self.groups.popitem()
                 is_last = self.countdown.pop() == 0
@@ -320,14 +339,14 @@ class CallParts:
 
 
 class Lanes:
-    """The lanes of one session, or of one function. Any number of threads may use them at once."""
+    """The lanes of one session, or of one function. Thread-safe."""
 
     def __init__(
         self, devices: Sequence[torch.device], labels: Sequence[str] | None = None
     ) -> None:
-        self._shared: deque[Any] = deque()
-        # A lane that falls idle looks for a call, and `send` looks for an idle lane: both hold it,
-        # so no call is left. `close` and the start of threads hold it too
+        self._shared: deque[Any] = deque()  # whole calls for any lane, oldest first
+        # `send` and `Lane.take` hold it, so that no call is left while a lane is idle. `close` and
+        # the start of threads hold it too
         self._queueing = threading.Lock()
         lanes = []
         for index, device in enumerate(devices):
@@ -337,12 +356,13 @@ class Lanes:
         self.count = len(self.all)
         self.backend: Backend = backend_of(devices[0].type)
         self.share_devices = len(set(devices)) < len(devices)
-        self.pid = getpid()
+        self.pid = getpid()  # a forked child, with another one, has no lanes
         self.is_open = True
+        # The intra-op threads of each lane; None leaves the count to torch
         self._threads = self.backend.intra_op_threads(len(devices))
         self._only_cpu = all(device.type == "cpu" for device in devices)
-        # Entries are never changed. Two threads may make the same one
-        self._groups: dict[tuple[int, str | None], dict[int, tuple[int, ...]]] = {}
+        # By number of parts and turns. No entry is changed: two threads at worst make the same one
+        self._groups: dict[tuple[int, Turns], dict[int, tuple[int, ...]]] = {}
         self._changed: Moment = {}  # after the last change of the replicas, by device
         self._warns_of_draws = self.count > 1
         self._end = weakref.finalize(self, _end_threads, self.all, _EXIT_PATIENCE_S)
@@ -352,16 +372,15 @@ class Lanes:
     def run(
         self,
         tasks: Sequence[Callable[[], Any]],
-        turns: str | None = None,
+        turns: Turns = None,
         home: torch.device | None = None,
         moments: Sequence[Moment] = (),
     ) -> tuple[list[Any], list[tuple[int, BaseException]]]:
-        """Run task i in lane ``i % lanes``, at the same time or in `turns`.
+        """Run task i in lane ``i % lanes``: tasks in `turns` in order, others at the same time.
 
-        Return the values, and the errors with indices.
+        Tasks in turns may use all intra-op threads. `home` and `moments` are as in `CallParts`.
 
-        A task in turns may use all intra-op threads. `moments` has an entry per lane if devices are
-        to do with them.
+        Return the values, and the errors with the indices of their tasks.
         """
         key = len(tasks), turns
         # A copy, because threads take groups out of it
@@ -383,12 +402,15 @@ class Lanes:
         if moments and not torch.is_grad_enabled():
             for lane in self.all[: len(tasks)]:
                 lane.streams.be_waited_for()
-        parts.tasks = ()  # a lane may sleep for long before its next line
+        parts.tasks = ()  # the inbox of a busy lane may keep `parts` for long
         outputs, parts.outputs = parts.outputs, []
         return outputs, parts.errors
 
     def _run_parts(self, parts: CallParts, first: tuple[int, ...], others: Sequence[int]) -> None:
-        """Run the first group, and each group that no thread has begun; wait for the rest."""
+        """Run the first group, and each group that no thread has begun; wait for the rest.
+
+        `others` are the lanes of the other groups.
+        """
         lane, home = self.all[0], parts.home
         is_home = home is None or home == lane.device
         if others or not is_home:
@@ -407,38 +429,41 @@ class Lanes:
                 contextvars.copy_context().run(parts.run, first)
             else:
                 parts.modes.run(partial(parts.run, first), lane.device, home)
-            for index in reversed(others):  # the last lane was woken last
+            while True:
                 if parts.errors and parts.is_interrupted():
                     parts.drop()
+                try:
+                    index, group = parts.groups.popitem()  # the last one, whose lane wakes last
+                except KeyError:  # no group is left
                     break
-                group = parts.groups.pop(index, None)
-                if group is not None:
-                    other = self.all[index]
-                    parts.modes.run(partial(parts.run, group), other.device, home)
+                parts.modes.run(partial(parts.run, group), self.all[index].device, home)
             parts.done.acquire()
         except BaseException:
             parts.drop()
             raise
 
-    def _group(self, key: tuple[int, str | None]) -> dict[int, tuple[int, ...]]:
-        """Return the indices of the parts that one thread runs, by the first of them.
+    def _group(self, key: tuple[int, Turns]) -> dict[int, tuple[int, ...]]:
+        """Make the groups of a call with so many parts and these turns.
 
-        The first index is that of the lane, too.
+        Return them by the index of their first part, which is also the index of the lane.
         """
         count, turns = key
         groups: dict[Any, list[int]] = {}
         for index, lane in zip(range(count), cycle(self.all), strict=False):
-            in_one_thread: Any = lane.index
+            key_of_group: Any = lane.index
             if turns == "all":
-                in_one_thread = None  # one group: the caller runs all parts
+                key_of_group = None  # one group for all parts
             elif turns == "device":
-                in_one_thread = lane.device
-            groups.setdefault(in_one_thread, []).append(index)
+                key_of_group = lane.device
+            groups.setdefault(key_of_group, []).append(index)
         found = self._groups[key] = {group[0]: tuple(group) for group in groups.values()}
         return found
 
     def read_generators(self) -> list[torch.Tensor] | None:
-        """Return the states of the generators that lanes share; None after a warning of draws."""
+        """Return the states of the random generators that lanes share.
+
+        None if there is a single lane, or if `warn_of_draws` has warned.
+        """
         if not self._warns_of_draws:
             return None
         states = [torch.default_generator.get_state()]
@@ -454,17 +479,15 @@ class Lanes:
 
         `before` is from `read_generators`.
         """
-        after = self.read_generators() or before
+        after = self.read_generators() or before  # None if another thread has warned in between
         if not all(map(torch.equal, before, after)):
             self._warns_of_draws = False
             warn_caller(_DRAWS)
 
     # Whole calls
 
-    def send(self, work: Callable[[Lane], None], *, in_order: bool = False) -> None:
-        """Run work in the lane that is free first, the oldest first.
-
-        `in_order` runs it in the first lane alone.
+    def send(self, call: Callable[[Lane], None], *, in_order: bool = False) -> None:
+        """Queue a whole call for the lane that is free first; with `in_order`, for lane 0 alone.
 
         Raises:
             SessionError: If the lanes are closed.
@@ -476,9 +499,10 @@ class Lanes:
                     "parallel(...)"
                 )
                 raise SessionError(msg)
-            # No `while` in here: Python 3.13 leaves a `with` at Ctrl-C in its jump backward without
-            # a call of `__exit__`. A function that is called here may loop
-            idle = [*filterfalse(_is_taking, self.all[:1] if in_order else self.all)]
+            # No `while` in here: at Ctrl-C in its jump backward, Python 3.13 leaves the `with`
+            # without a call of `__exit__`. A function that is called here may loop
+            lanes = self.all[:1] if in_order else self.all
+            idle = [*filterfalse(_is_taking, lanes)]
             chosen: Lane | None
             # On the CPU, idle lanes are alike
             if idle and self._only_cpu and not idle[0].lock.locked():
@@ -487,25 +511,20 @@ class Lanes:
                 # A caller may be at work in the first, or its device may be behind
                 chosen = min(idle, key=_load_of, default=None)
             if chosen is not None and chosen.thread is None:
-                self._start([chosen])  # before the work is queued: there may be no thread to have
+                self._start([chosen])  # first: if no thread can start, the call is not queued
             queue = self.all[0].own if in_order else self._shared
-            queue.append(work)
+            queue.append(call)
             if chosen is not None:
-                # In this order: after Ctrl-C in between, the lane only gets the method once more
+                # In this order: after Ctrl-C in between, the lane gets `take` a second time at most
                 chosen.inbox.put(chosen.take)
                 chosen.is_taking = True
 
     def list_queued(self) -> list[Any]:
-        """Return the work that no lane has begun, oldest first."""
-        # Lanes take from them meanwhile. A deque is copied in one step, and read in several
+        """Return the whole calls that no lane has begun, oldest first."""
+        # Copies: other threads change a deque, which is copied in one step and read in several
         return [*self.all[0].own.copy(), *self._shared.copy()]
 
-    # Life
-
-    @property
-    def is_alive(self) -> bool:
-        """False after `close`, and in a forked child."""
-        return self.is_open and self.pid == getpid()
+    # Changes of the replicas
 
     def run_idle(self, work: Callable[[], None], home: torch.device | None = None) -> None:
         """Run `work` while every lane is idle, and the devices are done with what lanes queued."""
@@ -517,16 +536,24 @@ class Lanes:
         """Run `work` after all that lanes have queued, and before all that they will queue."""
         for lane in self.all:
             lane.streams.be_waited_for()
-        wait_for_moment(self._changed)  # of another thread, perhaps, on other streams
+        wait_for_moment(self._changed)  # another thread may have made it, on other streams
         work()
         devices = {home, *(lane.device for lane in self.all)}
         self._changed = moment_of(filter(None, devices), shared=False)
         for lane in self.all:
             lane.streams.wait_next(self._changed)
 
+    # Threads
+
+    @property
+    def is_alive(self) -> bool:
+        """False after `close`, and in a forked child."""
+        return self.is_open and self.pid == getpid()
+
     def close(self) -> None:
         """End the threads once they have finished what was sent to them. May be called again."""
-        if self.pid != getpid():  # there, another thread's hold on the lock would never end
+        if self.pid != getpid():
+            # A forked child takes no lock: a thread of the parent may hold it, and is not here
             self._end.detach()
             self.is_open = False
             return
@@ -534,13 +561,14 @@ class Lanes:
             self.is_open = False
         if self._end.alive:
             _end_threads(self.all)
-            # Last: after Ctrl-C in the middle, the finalizer or another `close` ends the rest
+            # Last: after Ctrl-C above, the finalizer or another `close` ends the other threads
             self._end.detach()
             for lane in self.all:
                 lane.streams.be_waited_for()
 
     def _start(self, lanes: Sequence[Lane]) -> None:
-        # A lane sets the count for new threads too: leaving the block restores it
+        """Start the threads of these lanes, where there is none yet."""
+        # A lane that sets its count sets that of later threads too: the block restores it
         with intra_op_threads(None):
             for lane in lanes:
                 if lane.thread is None:
@@ -550,18 +578,20 @@ class Lanes:
 def _run_holding(locks: Sequence[threading.Lock], work: Callable[[], None]) -> None:
     """Run `work` with all locks held.
 
-    Each lock has a `with` statement of its own: up to Python 3.13, Python does not look for Ctrl-C
+    Each lock has its own `with` statement: up to Python 3.13, Python does not look for Ctrl-C
     between a lock and its block. Python 3.14 does, and may leave the lock held (docs/versions.md).
     An ExitStack has a moment when a lock is held and not yet noted, in any release.
     """
     if not locks:
         work()
         return
-    with locks[0]:
-        _run_holding(locks[1:], work)
+    first, *others = locks
+    with first:
+        _run_holding(others, work)
 
 
 def _end_threads(lanes: Sequence[Lane], patience: float | None = None) -> None:
+    """End the threads of lanes, and wait for that: forever, or for `patience` seconds in all."""
     for lane in lanes:
         lane.inbox.put(None)
     until = None if patience is None else monotonic() + patience
@@ -570,21 +600,19 @@ def _end_threads(lanes: Sequence[Lane], patience: float | None = None) -> None:
         if thread is None or thread is threading.current_thread():
             continue
         timeout = None if until is None else max(0.0, until - monotonic())
-        with suppress(RuntimeError):  # an interrupt came while it started: it ends by itself
+        with suppress(RuntimeError):  # Ctrl-C came while it started: then it ends by itself
             thread.join(timeout)
 
 
-# Inherited by lanes from the caller
+# The modes of the caller, which lanes take over
 
 
 class Modes(NamedTuple):
-    """The modes of one thread at one moment, to be entered in a lane.
+    """The modes of one thread at one moment, to be entered in a lane. Immutable.
 
-    Immutable; any number of threads may use it at once.
-
-    A new thread starts with torch's defaults: gradients on, no inference mode, no autocast, no
-    default device, an empty context. `autocast` has the kinds of devices with autocast, and their
-    dtypes.
+    Lanes need them because a new thread starts with torch's defaults: gradients on, no inference
+    mode, no autocast, no default device, an empty context. `autocast` has the kinds of devices with
+    autocast, and their dtypes.
     """
 
     grad: bool
@@ -611,16 +639,17 @@ class Modes(NamedTuple):
     def run(self, work: Callable[[], Any], device: torch.device, home: torch.device | None) -> Any:
         """Run `work` in this thread under these modes, and restore the thread's own.
 
-        If the default device is the model's home, it means "where the model is", which in a lane is
-        the lane's device. No default device is the CPU, so the same holds for a model on the CPU.
+        `home` is the device of the model; None for a model without tensors. If the default device
+        is the model's home, it means "where the model is": the device of the lane. Without a
+        default device, that of torch is the CPU, so the same holds for a model on the CPU.
         """
         default_device = self.default_device
         is_away = home is not None and device != home
         if is_away and (default_device or _CPU) == home:
             default_device = device
-        context = self.context.copy()  # a context can be entered by one thread at a time
-        # torch changes the mode when it makes the guard, whose exit restores the grad mode too. If
-        # Ctrl-C comes before the assignment, no one holds the guard, and it ends
+        context = self.context.copy()  # two threads cannot be in one context at the same time
+        # torch changes the mode when it makes the guard. Its exit restores the grad mode too. After
+        # Ctrl-C before the assignment, no variable holds the guard, so it ends by itself
         guard = InferenceMode(self.inference)
         try:
             set_grad_enabled(self.grad)
@@ -635,7 +664,7 @@ class Modes(NamedTuple):
 
 
 def _run_after(earlier: Sequence[Lane], work: Callable[[], Any]) -> Any:
-    """Run `work` on the current streams, after all that other lanes have queued."""
+    """Run `work` on the current streams, after all that earlier lanes have queued."""
     for lane in earlier:
         lane.streams.be_waited_for()
     return work()
@@ -654,11 +683,12 @@ def without_autocast(kind: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _without_autocast(kinds: Sequence[str]) -> Iterator[None]:
-    """Leave autocast, each kind by a `with` of its own: an ExitStack may lose one to Ctrl-C."""
+    """Leave autocast, each kind by its own `with`: an ExitStack may lose one to Ctrl-C."""
     if not kinds:
         yield
         return
-    with torch.autocast(kinds[0], enabled=False), _without_autocast(kinds[1:]):
+    first, *others = kinds
+    with torch.autocast(first, enabled=False), _without_autocast(others):
         yield
 
 
@@ -679,10 +709,8 @@ def _kinds_with_autocast(kind: str) -> tuple[str, ...]:
 def intra_op_threads(threads: int | None) -> Iterator[None]:
     """Let operators of the calling thread use that many threads inside the block.
 
-    None lets them use as many as before.
-
-    The count is that of the calling thread, and of threads that run their first operator later.
-    Both are restored.
+    None changes nothing. At the end of the block, the count is what it was before: for the calling
+    thread, and for threads that run their first operator later.
     """
     before = torch.get_num_threads()
     try:
