@@ -1,6 +1,7 @@
-"""A cut call with shards that the lanes place themselves, and the join of its outcome.
+"""A cut call whose lanes place their shards, and the join of its outputs and changed arguments.
 
 A call of tensors on the CPU alone needs none of this: `Calls` cuts and concatenates them itself.
+`Staged` in `whole_call.py` is a placed call with one part.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _NOT_PLACED = Shard((), {}, 0)
 
 
 class PlacedCall:
-    """The shards of one call, what lanes have borrowed for it, and the join of the outcome.
+    """The shards of one call, and the joins of its outputs and of its changed arguments.
+
+    The lanes borrow the caller's arguments. `enter` writes into them what forward wrote.
 
     Attributes:
         plan: How the call is cut.
@@ -56,15 +59,17 @@ class PlacedCall:
         self.device = device
         self._replicas = replicas  # one per lane; there may be more parts
         self._rules = rules
+        # Set by `join_arguments`
         self._loans: list[Loan] = []
-        self._borrowed: Borrowed | None = None
+        self._borrowed: Borrowed | None = None  # None: tensors and plain values alone
 
     def join_arguments(
         self, given: tuple[tuple[Any, ...], dict[str, Any]], outputs: Sequence[Any]
     ) -> None:
         """Join what forward put into copies of arguments.
 
-        `given` are the caller's own arguments, which are not written yet.
+        `given` are the caller's own arguments, which are not written yet. `outputs` are those of
+        the lanes: an output that is an argument says how its entries are joined.
         """
         self._loans = [shard.loan for shard in self.shards]
         self._borrowed = self.plan.find_borrowed(self.flat, given, self._loans)
@@ -74,7 +79,7 @@ class PlacedCall:
     def join_outputs(self, outputs: Sequence[Any], kind: str) -> Any:
         """Return the joined outputs of the lanes, which are on that kind of device."""
         if self.device is not None:
-            # Made on the lanes' streams, and read on the caller's from here on
+            # Lanes have made them on their streams. The caller's stream reads them from here on
             record_use(flatten(outputs)[0])
         # With join="list", each lane's output stays as it is
         if self._borrowed is not None and self._rules.join != "list":
@@ -92,7 +97,6 @@ class PlacedCall:
         return self._borrowed.resolve(output)
 
     def _join(self, outputs: Sequence[Any]) -> Any:
-        """Join outputs that show what forward put into arguments, or refuse them."""
         return join(outputs, self.plan.sizes, self._rules, self.device, self._find_originals)
 
     def _join_entries(self, values: Sequence[Any], place: Path | None, key: Any) -> Any:
@@ -101,16 +105,19 @@ class PlacedCall:
             record_use(flatten(values)[0])
         rules = rules_of_entries(self._rules, place, key)
         joined = join(values, self.plan.sizes, rules, self.device, self._find_originals)
-        # It is new, or what all lanes put there, which is lane 0's
+        # What is not new is an object that all lanes put there, and so one of lane 0's
         return hand_over(joined, self._replicas[0])
 
     def _find_originals(self) -> Sequence[Callable[[Any], Any]]:
-        """Return one function per part, from a lane's copy of a value to the caller's, or None."""
+        """Return one function per part. It takes a value of the lane, and returns its origin.
+
+        The origin is an object of the caller or of the model; None if there is none.
+        """
+        # By id. `flat` keeps the leaves alive, so no other object has the id of one
         shared: dict[int, Any] = {}
         for leaf in self.plan.list_whole_leaves(self.flat):
             shared[id(leaf)] = leaf
-            # Forward sees the value alone, and may return it
-            if isinstance(leaf, WholeLeaf):
+            if isinstance(leaf, WholeLeaf):  # forward gets the value in it, and may return that
                 shared[id(leaf.value)] = leaf.value
         found = []
         # Part i ran in lane ``i % lanes``

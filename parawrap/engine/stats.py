@@ -1,4 +1,4 @@
-"""Counters of a session."""
+"""Counters of a session, as `p.stats` returns them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from parawrap.displays import Table
 
 @dataclass(frozen=True, slots=True)
 class LaneStats:
-    """One lane: its device, its tasks, the rows of calls that returned, and its busy seconds.
+    """Counters of one lane.
 
-    The label is the name of the device, or of the NeuronCore that the lane feeds, such as "nc:0".
-    Tasks and busy seconds include tasks that raised.
+    Attributes:
+        device: The device of the lane.
+        label: The name of the device, or of the NeuronCore that the lane feeds, such as "nc:0".
+        tasks: The number of shards and whole calls that ran, including those that raised.
+        rows: The rows of calls that returned.
+        busy_s: The seconds that these tasks took.
     """
 
     device: torch.device
@@ -24,7 +28,7 @@ class LaneStats:
     busy_s: float
 
 
-# The generated repr would list every lane on one line.
+# The generated repr would list every lane on one line
 @dataclass(frozen=True, slots=True, repr=False)
 class Stats:
     """Counters of a parallel block since it was opened; `print` shows them as a table.
@@ -58,7 +62,7 @@ class Stats:
         return self._table().html()
 
     def _table(self) -> Table:
-        # `shards` is empty before the first cut call.
+        # `shards` is empty before the first cut call
         shards = f"last shards {list(self.shards)}, " if self.shards else ""
         refreshes = f"{self.refreshes} refreshes ({self.copied_bytes} bytes)"
         title = f"{self.calls} calls ({self.plain} plain), {shards}{refreshes}"

@@ -1,13 +1,13 @@
 """A call that one lane runs whole: a batch of a stream, or a submitted call.
 
-A session reads the state of the model once, for `Ready`. The lane that takes a `WholeCall` runs it
-in one of three ways::
+A session reads the caller's modes and the state of the model once, for `Ready`. The lane that takes
+a `WholeCall` runs it so::
 
-    WholeCall.__call__        wait for cut calls, which hold whole calls back
-      WholeCall._run_in       keep the outcome
-        WholeCall._run        a quiet model and tensors on the CPU: run forward, and nothing else
-          WholeCall._run_on   any other call on the CPU; or on the lane's streams, with
-                              arguments that `WholeCall._stage` has copied there
+    WholeCall.__call__              wait for a cut call that holds whole calls back
+      WholeCall._run_in_lane        keep the outcome
+        WholeCall._run_in_modes     a quiet model and tensors on the CPU: run forward alone
+          WholeCall._run_watched    any other call: look for writes of forward. With streams, the
+                                    arguments are those that `WholeCall._stage` has copied
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ import torch
 from parawrap._private_names import version_of
 from parawrap.backends import backend_of, drop_own_frames, record_use
 from parawrap.engine.borrowed import NOTHING, lend, replace_new_entries, rules_of_entries
-from parawrap.engine.call import Calls, Entry
+from parawrap.engine.call import ONE_SHARD, Calls, Entry
 from parawrap.engine.device_streams import Moment, Reached
 from parawrap.engine.join import join
 from parawrap.engine.lanes import Lane, Modes, here
-from parawrap.engine.lent_containers import paths_of_containers
+from parawrap.engine.lent_containers import Path, paths_of_containers
 from parawrap.engine.model_state import ModelState
 from parawrap.engine.output_handover import hand_over
+from parawrap.engine.placed_call import PlacedCall
 from parawrap.engine.replica import Replica
 from parawrap.engine.replicas import Replicas
 from parawrap.engine.streams import Prepare, Tell, as_call
@@ -46,11 +47,11 @@ CHANGED = (
 
 
 class FirstCall:
-    """The first whole call of a stream, which shows writes of parameters through ``.data``.
+    """The choice of one whole call, which looks for writes of parameters through ``.data``.
 
-    Lanes may begin several calls at the same moment. The one that gets the lock is the first one,
-    and keeps it. It reads the parameters in its lane: while another call of a model that writes
-    them for a moment runs, they are not those of the model.
+    Lanes may begin several calls at the same moment. The first call that gets the lock keeps it. It
+    reads the parameters in its lane: a model that writes parameters for a moment runs in one lane
+    alone, so no other call writes them then.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -64,16 +65,16 @@ class FirstCall:
 
 
 class Ready(NamedTuple):
-    """Facts that whole calls need, read once for a stream: the caller's modes, the model's state.
+    """Facts that whole calls need, read once for a stream, or for a submitted call.
 
     Attributes:
         modes: The modes of the caller.
-        versions: Those of the parameters.
-        state: That of the model. A call of another generation is refused.
-        is_quiet: True if calls of tensors write nothing.
+        versions: The versions of the parameters.
+        state: The state of the model. A call is refused if it meets another generation.
+        is_quiet: True if calls of tensors write nothing, and return what forward returns.
         in_order: True if one lane must run all calls.
-        prepares: For each lane, the function that computes the arguments.
-        first: The first call, which is watched more closely; None if an earlier one was.
+        prepares: For each lane, the function that computes the arguments; None without `prepare`.
+        first: Chooses the call that is watched more closely; None if no call needs that.
     """
 
     modes: Modes
@@ -85,8 +86,8 @@ class Ready(NamedTuple):
     first: FirstCall | None
 
 
-def follow(reached: Reached, value: Any) -> None:
-    """Have the calling thread's streams come after these events.
+def use_after(reached: Reached, value: Any) -> None:
+    """Let the calling thread's streams use a value after these events, and keep its memory for it.
 
     In a lane, the host waits instead: a callback may pass the value to a thread with other streams.
     """
@@ -100,7 +101,7 @@ def follow(reached: Reached, value: Any) -> None:
 
 
 class LaneFuture(Future[Any]):
-    """A future with a result that may be used on the current streams of the thread that reads it.
+    """A future of a submitted call. The thread that reads the result may use it on its streams.
 
     Any number of threads may read it.
     """
@@ -115,20 +116,23 @@ class LaneFuture(Future[Any]):
         except BaseException:
             if self.done() and self.reached:
                 # Work that was queued before the error may still read the model
-                follow(self.reached, None)
-            del self  # it has the error, and the traceback of the error holds this frame
+                use_after(self.reached, None)
+            del self  # the future has the error, whose traceback holds this frame: a cycle
             raise
         if self.reached:
-            follow(self.reached, value)
+            use_after(self.reached, value)
         return value
 
 
 class WholeCall:
-    """A call that one lane runs whole: a future without the locks that a stream does not need.
+    """A call that one lane runs whole. Streams read it like a future.
 
-    A `Future` makes a condition and takes it five times per call, which costs a stream 3 us of CPU
-    per batch. Here `ended` is locked until the call has an outcome, and `_claim` belongs to the
-    thread that gets it first: a lane that runs the call, or a caller that cancels it.
+    It is no `Future`, which makes a condition and takes it five times per call: 3 us of CPU per
+    batch of a stream. Here `ended` is locked until the call has an outcome. The thread that gets
+    `_claim` keeps it: a lane that runs the call, or a caller that cancels it. `tell` is called with
+    the call when it has ended.
+
+    The call borrows its arguments, until it has ended. `result` hands the output over.
     """
 
     __slots__ = (
@@ -164,9 +168,9 @@ class WholeCall:
         self.args, self.kwargs = args, kwargs
         self.ready = ready
         self.rows = 0
-        self.future = future  # of a submitted call
+        self.future = future  # of a submitted call; None for a batch of a stream
         self.moment: Moment | None = None  # None: everything is on the CPU
-        self.staged: Staged | None = None  # the arguments on the lane's device, if they came there
+        self.staged: Staged | None = None  # None: the lane uses the caller's own arguments
         self._output: Any = None
         self._error: BaseException | None = None
         self.reached: list[Any] = []  # events that follow the work on its devices
@@ -179,38 +183,37 @@ class WholeCall:
     def __call__(self, lane: Lane) -> None:
         """Run the call in a lane's thread, unless it was cancelled."""
         # A submitted call belongs to the thread that sets its future running. If it was cancelled,
-        # only the future is waited for: `ended` stays locked
+        # no thread waits for `ended`, which stays locked
         if self.future is not None and not self.future.set_running_or_notify_cancel():
             return
         if not self._claim.acquire(blocking=False):
             return
         while True:
             with lane.gate:
-                # The flag is set before a cut call waits for the gates, and read with the gate
-                # held: either this call ends first, or it sees the flag
+                # A cut call sets the flag before it takes the gates, and this thread reads the flag
+                # with the gate held: either this call ends first, or it finds the flag set
                 if not self.calls.holds_whole_calls:
-                    self._run_in(lane)
+                    self._run_in_lane(lane)
                     break
             self.calls.wait_for_cut_call()
-        # Before the call ends: a caller that has the output may count on it that the memory of the
-        # arguments is free
+        # First: when the caller gets the output, the memory of the arguments is free
         self.args, self.kwargs, self.staged = (), {}, None
         if self.future is not None:
-            self._land(self.future)
-        # Before the function of `_tell`, which may read the outcome at once
+            self._resolve(self.future)
+        # Before `_tell`, which may read the outcome at once
         self.ended.release()
         if self._tell is not None:
-            self._tell_of_end(self._tell)
+            self._report_end(self._tell)
 
-    def _run_in(self, lane: Lane) -> None:
+    def _run_in_lane(self, lane: Lane) -> None:
         """Run the call in a lane, and keep its outcome."""
         replicas, start = self.calls.replicas, perf_counter_ns()
         with lane.lock:
             before, here.lane = here.lane, lane
             try:
-                work = partial(self._run, lane)
+                work = partial(self._run_in_modes, lane)
                 self._output = self.ready.modes.run(work, lane.device, replicas.state.home)
-            except BaseException as error:  # noqa: BLE001  # a lane outlives its calls
+            except BaseException as error:  # noqa: BLE001  # the reader of the outcome raises it
                 drop_own_frames(error)
                 add_note(error, f"in {lane}")
                 self._error = error
@@ -228,11 +231,10 @@ class WholeCall:
         """Wait for the call, and return its output or raise its error, once."""
         self.ended.acquire()
         error, output = self._error, self._output
-        # Only the reader owns the output from here on
-        self._error = self._output = None
+        self._error = self._output = None  # the reader owns them from here on
         if self.reached:
             # Also after an error: work that was queued before it may still read the model
-            follow(self.reached, output)
+            use_after(self.reached, output)
         try:
             if error is not None:
                 raise error
@@ -241,23 +243,23 @@ class WholeCall:
         return output
 
     def cancel(self) -> bool:
-        """Drop the call if no lane has started it."""
+        """Drop the call if no lane has started it. Return True if so."""
         if not self._claim.acquire(blocking=False):
             return False
         self._error = CancelledError()
         self.args, self.kwargs = (), {}
         self.ended.release()
         if self._tell is not None:
-            self._tell_of_end(self._tell)
+            self._report_end(self._tell)
         return True
 
-    def _tell_of_end(self, tell: Tell) -> None:
-        """Report the end of the call, once, in the thread that has the claim."""
+    def _report_end(self, tell: Tell) -> None:
+        """Call `tell`, once, in the thread that has the claim."""
         self._tell = None  # the function may hold the call, and a cycle would keep the output
         tell(self)
 
-    def _land(self, future: LaneFuture) -> None:
-        """Give the outcome to the future, whose callbacks run in this thread."""
+    def _resolve(self, future: LaneFuture) -> None:
+        """Give the outcome to the future. Its callbacks run in this thread."""
         try:
             # First: a thread that waits for the result reads the events as soon as it is set
             future.reached = self.reached
@@ -272,8 +274,8 @@ class WholeCall:
 
     # The steps in the lane
 
-    def _run(self, lane: Lane) -> Any:
-        """Run the call in the modes of the caller, and return the output."""
+    def _run_in_modes(self, lane: Lane) -> Any:
+        """Run the call, with the modes of the caller in force, and return the output."""
         calls, ready, args = self.calls, self.ready, self.args
         state = calls.replicas.state
         # Another call may have refreshed the replicas since `ready` was read
@@ -283,32 +285,36 @@ class WholeCall:
         writes_nothing = ready.is_quiet and TENSORS.issuperset(map(type, args))
         if is_simple and writes_nothing:
             replica = state.replicas[lane.index]
-            replica.are_tensors_held = True  # by a graph
+            replica.are_tensors_held = True  # a graph may hold them
             output = self.entry.of(replica.target)(*args)
             # A stream looks once for all of its calls, at its end
             if self.future is not None and [*map(version_of, state.params)] != ready.versions:
                 raise ReplicaError(CHANGED)
             lane.whole_calls += 1
-            # A tensor without the dim of the rows has none. A nested tensor has no shape
             dim = calls.rules.dim
+            # A tensor without that dim has no rows. By `size`: a nested tensor has no shape
             if args and -args[0].ndim <= dim < args[0].ndim:
                 lane.rows += args[0].size(dim)
-            return output  # a quiet model returns nothing of its own
+            return output  # not handed over: a quiet model returns no object that the lane keeps
         if self.moment is None:
-            return self._run_on(lane)
-        work, stage = partial(self._run_on, lane), partial(self._stage, lane)
+            return self._run_watched(lane)
+        work, stage = partial(self._run_watched, lane), partial(self._stage, lane)
         return lane.streams.run_staged(work, stage, self.moment, self.reached)
 
-    def _run_on(self, lane: Lane) -> Any:
+    def _run_watched(self, lane: Lane) -> Any:
         """Run the model on the arguments of the call, and return the caller's output."""
         calls, entry, ready = self.calls, self.entry, self.ready
         replicas = calls.replicas
         replica = replicas.state.replicas[lane.index]
+
+        # Current?
         replicas.prepare(replica)
         replica.has_graph = replica.has_graph or ready.modes.grad
+
+        # Scatter: place the arguments, or lend the caller's own
         staged, loan = self.staged, NOTHING
         if staged is None:
-            self._prepare(lane)
+            self._prepare_arguments(lane)
             if self.kwargs or not TENSORS.issuperset(map(type, self.args)):
                 given = self.args, self.kwargs
                 _, spec = flatten(given)
@@ -316,37 +322,46 @@ class WholeCall:
         else:
             # They were copied on another stream of the lane
             record_use(flatten((self.args, self.kwargs))[0])
+
+        # Apply
         record = None
         if calls.recorder.traces:
             record = partial(calls.recorder.record, entry.method, entry.batch, self.rows)
         contents = None if ready.first is None else ready.first.read_contents()
         function = entry.of(replica.target)
         output = record_call(record, lane.index, function, *self.args, **self.kwargs)
-        lane.whole_calls += 1
+
+        # Gather
         if staged is None:
-            # The caller's own containers: forward may have put the lane's into them
+            # Forward may have put objects of the lane into the caller's own containers
             replace_new_entries(loan, partial(hand_over, replica=replica))
             output = hand_over(output, replica)
             if not calls.rules.keep_single:
-                output = join([output], (1,), calls.rules)
+                output = join([output], ONE_SHARD, calls.rules)
         else:
-            output = staged.join(output, replica)
+            output = staged.join_output(output)
+
+        # Settle
         replicas.settle_whole(replica, ready.versions)
         if contents is not None:
             replicas.check_contents(contents)
         # Last: if the writes of forward are refused, the caller's arguments stay as they are
-        return output if staged is None else staged.enter(output)
+        if staged is not None:
+            output = staged.enter(output)
+        lane.whole_calls += 1
+        lane.rows += self.rows
+        return output
 
     def _stage(self, lane: Lane) -> None:
         """Compute the arguments, and copy them to the lane's device.
 
         On devices with streams, this overlaps the earlier work of the lane.
         """
-        self._prepare(lane)
-        self.staged = Staged(self, lane.device)
+        self._prepare_arguments(lane)
+        self.staged = Staged(self, lane)
 
-    def _prepare(self, lane: Lane) -> None:
-        """Compute the arguments in the lane, and count their rows."""
+    def _prepare_arguments(self, lane: Lane) -> None:
+        """Compute the arguments in the lane if the stream has `prepare`, and count their rows."""
         calls, entry = self.calls, self.entry
         if self.ready.prepares is not None:
             record = None
@@ -363,54 +378,42 @@ class WholeCall:
         else:
             plan, _ = cutter.whole(self.args, self.kwargs)
             self.rows = plan.rows
-        lane.rows += self.rows
 
 
-class Staged:
-    """The arguments of a whole call on the lane's device, borrowed from the caller.
+class Staged(PlacedCall):
+    """The arguments of a whole call on the lane's device: a placed call with one part.
 
-    A `PlacedCall` does the same for the shards of a cut call.
+    A model without tensors has no home: its output stays on the device of the lane.
     """
 
-    def __init__(self, call: WholeCall, device: torch.device) -> None:
-        """Copy the arguments of `call` to the device, in their place."""
-        calls, given = call.calls, (call.args, call.kwargs)
-        self._rules = calls.rules
-        self._home = calls.output_device or calls.replicas.state.home
-        self._plan, self._flat = calls.cutters[call.entry.method].whole(*given)
-        self._columns = self._plan.columns(self._flat, copy=False)
-        shard = self._plan.place(self._flat, self._columns, 0, device)
+    def __init__(self, call: WholeCall, lane: Lane) -> None:
+        """Replace the arguments of `call` by copies on the lane's device."""
+        calls, self._given = call.calls, (call.args, call.kwargs)
+        state = calls.replicas.state
+        plan, flat = calls.cutters[call.entry.method].whole(*self._given)
+        columns = plan.columns(flat, copy=False)
+        self._replica = state.replicas[lane.index]
+        device = calls.output_device or state.home
+        super().__init__(plan, flat, columns, [self._replica], calls.rules, device)
+        shard = plan.place(flat, columns, 0, lane.device)
+        self.shards = [shard]
         call.args, call.kwargs = shard.args, shard.kwargs
-        self._loans = [shard.loan]
-        self._borrowed = self._plan.find_borrowed(self._flat, given, self._loans)
 
-    def join(self, output: Any, replica: Replica) -> Any:
-        """Return the output on the caller's device, and bring what forward did to arguments there.
+    def join_output(self, output: Any) -> Any:
+        """Return the output on the caller's device, and join the changes of arguments there.
 
         The caller's own objects are not written yet.
         """
-        rules, home = self._rules, self._home
-        if self._borrowed is not None:
+        self.join_arguments(self._given, [output])
+        # With join="list", the output stays as it is
+        if self._borrowed is not None and self._rules.join != "list":
+            output = self._borrowed.mark_returned(output, 0)
+        return self._join([hand_over(output, self._replica)])
 
-            def join_entry(values: Sequence[Any], place: Any, key: Any) -> Any:
-                entry = hand_over(values[0], replica)
-                return join([entry], (1,), rules_of_entries(rules, place, key), home)
+    def _join(self, outputs: Sequence[Any]) -> Any:
+        return join(outputs, ONE_SHARD, self._rules, self.device)
 
-            def join_outputs(shown: Sequence[Any]) -> Any:
-                return join(shown, (1,), rules, home)
-
-            self._borrowed.join_changes(join_entry, home, [output], join_outputs)
-            if rules.join != "list":
-                output = self._borrowed.mark_returned(output, 0)
-        output = hand_over(output, replica)
-        if home is None and rules.keep_single:
-            return output
-        return join([output], (1,), rules, home)
-
-    def enter(self, output: Any) -> Any:
-        """Write what forward wrote into the caller's objects, and return the output with them."""
-        self._plan.write_back(self._flat, self._columns, self._loans)
-        if self._borrowed is None:
-            return output
-        self._borrowed.enter()
-        return self._borrowed.resolve(output)
+    def _join_entries(self, values: Sequence[Any], place: Path | None, key: Any) -> Any:
+        (value,) = values
+        rules = rules_of_entries(self._rules, place, key)
+        return join([hand_over(value, self._replica)], ONE_SHARD, rules, self.device)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import GatherError, SessionError, ShardError, parallel
+from parawrap import GatherError, ReplicaError, SessionError, ShardError, parallel
 from parawrap.engine.lanes import here
 from tests.helpers.waiting import PATIENCE_S
 
@@ -305,6 +305,24 @@ def test_stats_count_calls_and_rows():
     assert (stats.calls, stats.plain, stats.shards) == (5, 1, (3, 2))
     assert sum(lane.rows for lane in stats.lanes) == 17
     assert "5 calls (1 plain)" in str(stats)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["raises", "is refused"])
+def test_stats_leave_out_failed_whole_calls(kind):
+    class Fails(nn.Linear):
+        def forward(self, x):
+            if kind == "raises":
+                raise ZeroDivisionError
+            self.weight.add_(1)
+            return super().forward(x)
+
+    with parallel(Fails(1, 1), TWO) as p:
+        future = p.submit(torch.ones(3, 1))
+        with pytest.raises((ZeroDivisionError, ReplicaError)):
+            future.result(PATIENCE_S)
+    stats = p.stats()
+    assert (stats.calls, [lane.rows for lane in stats.lanes]) == (0, [0, 0])
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
