@@ -1,6 +1,6 @@
 """The session of an open block: cut calls, whole calls in lanes, counters, and traces.
 
-A stream of batches takes this way; `submit` takes it from `Session.get_ready` on::
+Batches of a stream take this way. Submitted calls enter it at `Session.get_ready`::
 
     stream (`streams.py`) ──► ThreadStream.start ──► Session.get_ready, once per stream
                                      │
@@ -41,8 +41,10 @@ from parawrap.tree import TENSORS, flatten
 
 _CPU = torch.device("cpu")
 _is_cpu = attrgetter("is_cpu")
-_TINY_NS = 100_000  # to wake a caller costs about 30 us
-# The most that an output waits for later ones before the caller reads it, as in messages to workers
+# Batches below this are tiny: to wake a caller costs about 30 us
+_TINY_NS = 100_000
+# An output waits for later ones at most this long before the caller reads it. As long as the work
+# of a message to workers; a guess that no test has contradicted
 _DELAY_NS = 5_000_000
 
 
@@ -52,7 +54,9 @@ class Session(Calls):
     # Whole calls, each in one lane
 
     def get_ready(self, prepare: Prepare | None = None) -> Ready | None:
-        """Return what whole calls need; None if they must run plainly.
+        """Bring the replicas up to date, and return the facts that whole calls need.
+
+        None if these calls must run plainly. `prepare` is the option of `map`.
 
         Raises:
             SessionError: If the lanes are closed.
@@ -67,19 +71,21 @@ class Session(Calls):
         if not self.is_ready():
             return None
         replicas = self.replicas
-        # No cut call runs meanwhile. The next one sees the flag, and waits for whole calls
         with self._lock:
+            # No cut call runs now. The next one sees the flag, and waits for whole calls
             self.runs_whole_calls = True
             if not replicas.state.is_current():
                 self.refresh()
             state, survey = replicas.state, replicas.state.survey
             if not state.replicas:  # such as a lazy layer without a shape yet
                 return None
-            # Of earlier calls; a warning in a lane would not name the user's line
+            # Of earlier calls: a lane does not warn, since it would not name the user's line
             replicas.unkept.warn()
             prepares, prepare_draws = None, False
             if prepare is not None:
                 prepares, prepare_draws = replicas.copy_for_lanes(prepare)
+
+            # Must a call look for writes of forward?
             brings_code = prepare is not None or any(global_hooks)
             may_write = brings_code or not state.edition.is_quiet
             looks_at_contents = not state.edition.is_checked or survey.writes_data
@@ -88,6 +94,8 @@ class Session(Calls):
                 first = FirstCall(replicas)
                 state.edition.is_checked = True
             is_quiet = not may_write and not self.recorder.traces and self.rules.keep_single
+
+            # Must one lane run all calls?
             draws = prepare_draws or bool(survey.generators)
             has_order = survey.in_turns or torch.are_deterministic_algorithms_enabled()
             return Ready(
@@ -116,24 +124,21 @@ class Session(Calls):
         return future
 
     def open_stream(self, entry: Entry, prepare: Prepare | None, _size: StreamSize) -> ThreadStream:
-        """Return what starts the batches of one stream.
-
-        Batches of threads do not travel in messages.
-        """
+        """Return the starter of one stream. The size is that of messages, which threads lack."""
         return ThreadStream(self, entry, prepare)
 
     def send(self, call: WholeCall) -> None:
         """Queue a call; under a profiler, which records the calling thread alone, run it here."""
-        # `prepare` makes the arguments in the lane, so nothing can be read of them here
+        # With `prepare`, the lane computes the arguments, so the device of the batch does not count
         is_computed = call.ready.prepares is not None
         is_on_cpu = self.stays_on_cpu and (is_computed or _are_on_cpu(call.args, call.kwargs))
         if not is_on_cpu:
             sources = map(device_of, flatten((call.args, call.kwargs))[0])
-            places = (call.ready.state.home, self.output_device, *self.devices, *sources)
-            # Of any lane: the lane that takes the call is not known yet
-            moments = moments_of(self.devices[:1], places)
+            devices = (call.ready.state.home, self.output_device, *self.devices, *sources)
+            # As for lane 0: the lane that takes the call is not known yet
+            moments = moments_of(self.devices[:1], devices)
             if moments:
-                call.moment = moments[0]
+                (call.moment,) = moments
         if profiler_runs():
             call(self.lanes.all[0])
         else:
@@ -142,7 +147,7 @@ class Session(Calls):
     def cancel(self) -> None:
         """Drop submitted calls that have not started."""
         for call in self.lanes.list_queued():
-            # One look at the future: a lane that ends the call meanwhile drops it
+            # `future` is read once: a lane that ends the call in between sets it to None
             (call.future or call).cancel()
 
     def renew(self) -> None:
@@ -155,7 +160,7 @@ class Session(Calls):
     def close(self) -> None:
         """Let the lanes finish, and end them. A call in flight finishes too."""
         self.lanes.close()
-        # A callback in a lane would wait for its own lane, and a forked child for lost threads
+        # In a lane, the next lines would wait for that lane; in a forked child, for lost threads
         if here.lane is None and self.lanes.pid == getpid():
             try:
                 self.replicas.unkept.warn()
@@ -186,31 +191,28 @@ class Session(Calls):
 
 
 class ThreadStream:
-    """Starts the batches of one stream in the lanes of a session.
+    """Starts the batches of one stream in the lanes of a session. For one thread.
 
-    The model is read before the first batch. The methods and attributes are those of `Starter` in
-    `streams.py`.
+    The model is read before the first batch. `Starter` in `streams.py` explains the methods and
+    attributes.
     """
 
     has_room = None  # `most` alone limits the batches in flight
 
     def __init__(self, session: Session, entry: Entry, prepare: Prepare | None) -> None:
-        # Half of them may be read at once (`wait_for_some`). The rest leaves each lane a batch to
-        # run, and one to take; a guess that no test has contradicted
+        # The caller may read half of them at once (`wait_for_some`). The other half is a batch that
+        # each lane runs, and one that it runs next; a guess that no test has contradicted
         self.most = 4 * len(session.devices)
         self._session = session
         self._entry = entry
         self._prepare = prepare
         self._ready: Ready | None = None
-        # One lane shows how long batches take, since the stream began
+        # The counters of lane 0 when the stream begins: they show how long its batches take
         self._lane = session.lanes.all[0]
         self._tasks, self._busy_ns = self._lane.tasks, self._lane.busy_ns
 
     def start(self, number: int, batch: Any, tell: Tell | None, /) -> Pending:
-        """Start a batch.
-
-        An error goes into the pending call, and is raised in place of the output.
-        """
+        """Start a batch. An error becomes the outcome of the pending call."""
         session, entry = self._session, self._entry
         try:
             if self._ready is None:
@@ -239,23 +241,24 @@ class ThreadStream:
     def wait_for_some(self, flying: Collection[Pending], /) -> int:
         """Wait for several batches at once, if they are neither tiny nor long.
 
-        Return how many outputs the caller may read before it asks again.
+        Return how many outputs the caller may read before the next call of this method.
 
         Each time that the caller wakes, it takes the interpreter lock from a lane that has just
-        begun the next batch. The other half of the batches in flight keeps the lanes at work.
+        begun the next batch. So it waits for up to half of the batches in flight, and the other
+        half keeps the lanes at work.
         """
         tasks, busy_ns = self._lane.tasks - self._tasks, self._lane.busy_ns - self._busy_ns
-        each_ns = busy_ns // tasks if tasks > 0 else 0  # no batch has ended: no wait here, as yet
+        each_ns = busy_ns // tasks if tasks > 0 else 0  # no batch has ended: as if they were tiny
         half = max(1, len(flying) // 2)
-        if each_ns < _TINY_NS:  # the caller is the slower one
+        if each_ns < _TINY_NS:  # the lanes are faster than the caller: a wait would gain nothing
             return half
         count = max(1, min(half, _DELAY_NS // each_ns))
         last = next(islice(flying, count - 1, None))
         if isinstance(last, WholeCall):
-            # No longer: forward may wait for something that the caller does with the first output
+            # With a limit: forward may wait for what the caller does with the first output
             has_ended = last.ended.acquire(timeout=_DELAY_NS / 1e9)
-            if has_ended:  # the lock stays open for the next thread that waits
-                last.ended.release()
+            if has_ended:
+                last.ended.release()  # open again, as the thread that ended the call left it
         return count
 
     def end(self) -> None:
@@ -268,8 +271,8 @@ class ThreadStream:
         self._ready = None
         if ready is not None and session.lanes.is_open:
             replicas = session.replicas
-            replicas.unkept.warn()  # of what forward wrote in the lanes, which warn of nothing
-            # The state of the stream itself: another thread may refresh the replicas right now
+            replicas.unkept.warn()  # of what forward wrote in the lanes, which do not warn
+            # By the state of the stream: another thread may be refreshing that of the replicas
             if ready.state.generation != replicas.state.generation:
                 raise ReplicaError(CHANGED)
             if [*map(version_of, ready.state.params)] != ready.versions:
@@ -277,6 +280,7 @@ class ThreadStream:
 
 
 def _are_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if no argument is on another device than the CPU."""
     if not kwargs and TENSORS.issuperset(map(type, args)):
         return all(map(_is_cpu, args))
     return all(device_of(leaf) in (None, _CPU) for leaf in flatten((args, kwargs))[0])

@@ -1,12 +1,12 @@
-"""Whole calls: each runs in one lane. `submit` runs one, `map` a stream of them.
+"""Streams of batches, for `map`: each batch runs whole in one lane.
 
 ::
 
     source ──► stream (caller) ──► shared deque ──► lanes ──► stream (caller) ──► outputs
 
-Lanes take the oldest batch first, and batch after batch without a wait for the caller. In
-`lanes.py`, `Lanes.send` puts a batch into the deque and wakes an idle lane, and `Lane.take` takes
-batches from it. Modes and the state of the model are read once per stream.
+Lanes take the oldest batch first, and do not wait for the caller between batches. In `lanes.py`,
+`Lanes.send` puts a batch into the deque and wakes an idle lane, and `Lane.take` takes batches from
+it. The modes and the state of the model are read once per stream.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from parawrap.engine.resume import OutputFolder
 from parawrap.errors import ResumeError, SessionError, add_note
 
 Tell = Callable[["Pending"], object]
-"""Takes a pending call that has ended, in the thread that has ended it."""
+"""Takes a pending call when it has ended. The thread that has ended the call runs it."""
 
 Prepare = Callable[[Any], Any]
-"""Returns the arguments of a call, in one of the forms of `as_call`, from one batch."""
+"""Takes a batch, and returns the arguments of the call, in a form that `as_call` takes."""
 
-_END = object()
+_END = object()  # of a source, which may yield None
 
 
 class Pending(Protocol):
-    """A whole call that runs, or waits for a lane: a future, or the like."""
+    """A whole call that runs, or waits for a lane. Its result is read once, as of a future."""
 
     def result(self) -> Any: ...
     def done(self) -> bool: ...
@@ -43,7 +43,7 @@ class Pending(Protocol):
 class StreamSize(NamedTuple):
     """The number of batches in a message, in flight, and in the source of a stream.
 
-    None if it is not given.
+    None: the option is not given.
     """
 
     chunksize: int | None = None
@@ -52,21 +52,22 @@ class StreamSize(NamedTuple):
 
 
 class Starter(Protocol):
-    """Starts the batches of one stream. An error goes into the pending call of its batch.
+    """Starts the batches of one stream, for the thread that reads the stream.
 
-    `start` takes the number of the batch, the batch, and a function that gets the call when it has
-    ended, or None. The function may run before `start` returns.
-
-    The starter may keep batches back until `flush`, which follows the last one, or until a result
-    is read, or waited for. `wait_for_some` takes the batches in flight, oldest first, may wait for
-    the first ones, and returns how many outputs may be read before it is asked again. `end` follows
-    the last output.
+    - `start` takes the number of a batch, the batch, and a function that gets the call when it has
+      ended, or None. The function may run before `start` returns. `start` raises no error: an error
+      becomes the outcome of the pending call.
+    - The starter may keep batches back until `flush`, `wait_for`, or `result` of a pending call.
+      The stream calls `flush` after the last batch.
+    - `wait_for` waits until the function returns True.
+    - `wait_for_some` takes the batches in flight, oldest first, and may wait for the first ones. It
+      returns how many outputs the stream may read before the next call of `wait_for_some`.
+    - `end` follows the last output.
 
     Attributes:
         most: The number of batches in flight by default.
-        has_room: Without a buffersize, returns True if the stream may read another batch. Takes the
-            number of batches in flight, and True if the caller could get an output instead. None if
-            only `most` counts.
+        has_room: Takes the number of batches in flight, and True if the caller could get an output
+            now. Returns True if the stream may read another batch first. None: `most` alone counts.
     """
 
     @property
@@ -90,7 +91,7 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (batch,), {}
     if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
         return (), dict(batch)
-    # A packed sequence is a namedtuple, but one value for a model.
+    # A packed sequence is a namedtuple, but one value for a model
     is_spread = isinstance(batch, tuple) and not isinstance(batch, PackedSequence)
     return (tuple(batch), {}) if is_spread else ((batch,), {})
 
@@ -115,16 +116,17 @@ def stream(
     `batches` is raised after the outputs of all earlier batches. Closing the generator drops the
     batches that no lane has started.
     """
-    # Only the caller's thread runs this generator. Lanes, or the threads of a starter, resolve the
-    # pending calls; they touch nothing else here but `finished`, which is safe for threads.
+    # The caller's thread runs this generator. Other threads end the pending calls, and put them
+    # into `finished`, which is safe for threads. They reach nothing else here
 
-    # Oldest first: the number, the batch if it is yielded, and the hint.
+    # The batches in flight, oldest first: the number, the batch if it is yielded, and the hint
     flying: dict[Pending, tuple[int, Any, str | None]] = {}
+    # The calls that have ended, in the order of their ends; None if outputs keep that of batches
     finished: SimpleQueue[Pending] | None = None if ordered else SimpleQueue()
     tell: Tell | None = None if finished is None else finished.put
 
     def has_output() -> bool:
-        """True if the next output is there."""
+        """True if the caller can get the next output without a wait."""
         if finished is not None:
             return not finished.empty()
         return bool(flying) and next(iter(flying)).done()
@@ -132,15 +134,18 @@ def stream(
     source = iter(batches)
     most = buffersize or starter.most
     has_room = None if buffersize else starter.has_room
-    number, has_ended = 0, False
+    number, has_ended = 0, False  # of the next batch; of the source
     readable = 0  # outputs that may be read before the next `wait_for_some`
-    failure: Exception | None = None
+    failure: Exception | None = None  # of the source
     pending: Pending | None
     try:
         while True:
-            # Fill before the wait for an output: lanes have batches while the caller's own code
-            # works on the last output.
-            while not has_ended and len(flying) < most:
+            # Start batches before the wait for an output: lanes have some while the caller's code
+            # works on the last output. The loop has no condition: Python 3.13 compiles the jump
+            # back of one that has outside of the `try`, so that Ctrl-C there skips the `finally`
+            while True:
+                if has_ended or len(flying) >= most:
+                    break
                 if has_room is not None and not has_room(len(flying), has_output()):
                     break
                 try:
@@ -152,14 +157,13 @@ def stream(
                         break
                     saved = None if folder is None else folder.recall(number, batch)
                 except Exception as error:  # noqa: BLE001
-                    # Kept until the earlier batches have their outputs. An interrupt is no
-                    # Exception, and ends the stream at once.
+                    # It is raised after the outputs of the earlier batches. Ctrl-C, which is not
+                    # an Exception, ends the stream at once
                     drop_own_frames(error)
                     add_note(error, f"while batch {number} of the stream was read, counted from 0")
                     has_ended, failure = True, error
                     break
-                # The hint is made now, since the batch itself is not kept.
-                hint = None
+                hint = None  # made now, since the batch itself is not kept
                 if prepare is None and type(batch) is not torch.Tensor:
                     hint = _hint(batch)
                 if saved is None:
@@ -168,11 +172,10 @@ def stream(
                     pending = make_future(saved.output, tell)
                 flying[pending] = number, batch if with_inputs else None, hint
                 number += 1
-                # The lane owns the batch from here on. Without these names, its memory is free
-                # while the source makes the next batch.
+                # The pending call has the batch. If the call ends while the source makes the next
+                # batch, no name here keeps the memory
                 batch = saved = pending = None
             if has_ended:
-                # Nothing more is to come, so the starter sends what it has kept back.
                 starter.flush()
             if not flying:
                 break
@@ -180,13 +183,13 @@ def stream(
                 if not readable:
                     readable = starter.wait_for_some(flying)
                 readable -= 1
-                pending = next(iter(flying))  # its `result` waits
+                pending = next(iter(flying))  # `result` below waits for it
             else:
-                # The starter may keep batches back, or read results in this thread only, so `get`
-                # alone could block forever.
+                # First: `get` alone could block forever, since the starter may keep batches back,
+                # or receive outcomes in this thread only
                 starter.wait_for(has_output)
                 pending = finished.get()
-            # No longer in flight: after the wait, this frame alone holds the call and its output.
+            # From here on, this frame alone holds the call and its output
             own_number, batch, hint = flying.pop(pending)
             try:
                 output = pending.result()
@@ -198,30 +201,27 @@ def stream(
                 add_note(error, f"in batch {own_number} of the stream, counted from 0")
                 if hint is not None:
                     add_note(error, hint)
-                # These are not about one batch: the next ones would fail in the same way.
+                # The next batches would fail in the same way
                 ends_stream = isinstance(error, (SessionError, CancelledError, ResumeError))
                 if ends_stream or not return_exceptions:
-                    # Python makes a RuntimeError of a StopIteration, which would end the stream.
+                    # If it is a StopIteration, Python raises a RuntimeError instead
                     raise
                 output = error
             yield (batch, output) if with_inputs else output
-            # The caller owns the output: no name keeps it while the lanes compute the next one.
+            # The caller owns the output: no name here keeps it while lanes compute the next one
             output = batch = pending = None
         if failure is not None:
             raise failure
         starter.end()
     finally:
-        del failure  # its traceback holds this frame
-        # After an error, an interrupt, or `close`. At the regular end there are none.
+        del failure  # its traceback holds this frame: a cycle
+        # Batches are in flight after an error, Ctrl-C, or `close`; none at the regular end
         for pending in flying:
             pending.cancel()
 
 
 def _hint(batch: Any) -> str | None:
-    """Return how a list or a dict is passed to the model, for the note of an error.
-
-    The user may have meant another way.
-    """
+    """Return how a list or a dict is passed to the model, and the other ways, for an error."""
     if isinstance(batch, list) and batch and all(isinstance(item, str) for item in batch):
         return (
             f"the batch is a list of {len(batch)} texts, which map passes as one argument. To pass "
@@ -242,7 +242,7 @@ def _hint(batch: Any) -> str | None:
 
 
 def make_future(value: Any, tell: Tell | None = None) -> Future[Any]:
-    """Return a future with a value."""
+    """Return a future with a value, and call `tell` with it."""
     future: Future[Any] = Future()
     future.set_result(value)
     if tell is not None:
@@ -251,9 +251,9 @@ def make_future(value: Any, tell: Tell | None = None) -> Future[Any]:
 
 
 def make_failed_future(error: Exception, tell: Tell | None = None) -> Future[Any]:
-    """Return a future with an error.
+    """Return a future with an error, and call `tell` with it.
 
-    The frames of its traceback do not hold the future: that would be a cycle.
+    It is made here because the frames in the traceback of the error must not hold it: a cycle.
     """
     future: Future[Any] = Future()
     future.set_exception(error)
