@@ -16,40 +16,43 @@ from parawrap.engine.join_rules import JoinRules
 from parawrap.tree import PLAIN, UNDECLARED, tensors_in
 
 Fingerprint = dict[str, str]
-"""The weights and the options that outputs depend on, by name."""
+"""Digests of the weights and of the training flags, and the options, by these names."""
 
-# Sums of 2**18 products of 32 and 11 bits fit in 63 bits, so no sum overflows. Chunks of 2 MiB stay
-# in the cache of a processor.
+FindFingerprint = Callable[[], Fingerprint]
+"""Returns the fingerprint of a target as it is now."""
+
+# Values per sum. Sums of 2**18 products of 32 and 11 bits fit in 63 bits, so no sum overflows.
+# Chunks of 2 MiB stay in the cache of a processor
 _CHUNK = 1 << 18
-# A prime: rows that change places have other weights, unless their length is a multiple of it.
+# The factors by position count to this number, which has 11 bits. It is a prime: values that change
+# places get other factors, unless the distance is a multiple of it
 _PERIOD = 2039
+_DIGEST_BYTES = 16  # enough to distinguish models, and short in a file
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 def fingerprint_of(target: Any, rules: JoinRules) -> Fingerprint:
-    """Return what the outputs of whole calls of a target depend on, as far as it is known.
+    """Return the fingerprint of a target, for its whole calls.
 
-    These are the parameters and buffers of its modules, their training flags, and the options of
-    the block that change a whole output. Code and other attributes are not read.
+    It covers the parameters and buffers of the target's modules, their training flags, the
+    arguments of a partial or a `build`, and the options of the block that change a whole output.
+    Code and other attributes are not read.
     """
-    # 128 bits: enough to tell models apart, and short in a file.
-    weights = hashlib.blake2b(digest_size=16)
-    flags = hashlib.blake2b(digest_size=16)
-    for name, part in _find_parts(target):
+    weights = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    flags = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for place, part in _find_parts(target):
         if not isinstance(part, torch.nn.Module):
-            weights.update(_encode(name))
+            weights.update(_encode(place))
             weights.update(_describe_value(part))
             continue
-        # Tied weights count under each of their names: a model without the tie is another one.
+        # Tied weights count under each of their names: a model without the tie is another one
         for path, tensor in _weights_of(part):
-            weights.update(_encode((name, path)))
+            weights.update(_encode((place, path)))
             weights.update(_describe_value(tensor))
         for path, module in part.named_modules(remove_duplicate=False):
-            flags.update(_encode((name, path, module.training)))
-    # Options that do not touch the output of an uncut call may differ between runs.
-    options = ""
-    if not rules.keep_single:
-        options = _describe_rules(rules)
+            flags.update(_encode((place, path, module.training)))
+    # Options that do not change the output of an uncut call may differ between runs
+    options = "" if rules.keep_single else _describe_rules(rules)
     return {"weights": weights.hexdigest(), "training flags": flags.hexdigest(), "options": options}
 
 
@@ -60,17 +63,22 @@ def _weights_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     found.update(module.named_buffers(remove_duplicate=False))
     yield from found.items()
     for path, entry in module.state_dict().items():
-        if path in found:
-            continue
-        for tensor in tensors_in(entry):
-            yield path, tensor
+        if path not in found:  # packed weights
+            for tensor in tensors_in(entry):
+                yield path, tensor
 
 
 # The parts of a target
 
 
 class _Part(NamedTuple):
-    """An object that a target holds, and its place. Arguments of a partial or a `build` count."""
+    """An object that a target holds.
+
+    Attributes:
+        place: The way from the target to the object, as code names it.
+        value: The object.
+        is_argument: True for an argument of a partial or a `build`, and for objects in it.
+    """
 
     place: str
     value: Any
@@ -78,15 +86,16 @@ class _Part(NamedTuple):
 
 
 def _find_parts(target: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the modules of a target, and the arguments that a partial has for its function.
+    """Yield the modules of a target, and the arguments of a partial or a `build`, with places.
 
     Other values that a function closes over may be counters or caches, which change with each run.
     """
+    # By id: the target keeps its parts alive, so two of them have different ids
     seen: set[int] = set()
     waiting = deque([_Part("", target)])
     while waiting:
         place, value, is_argument = waiting.popleft()
-        # Plain values are not marked as seen: Python may have one object for two equal numbers.
+        # Plain values are not marked as seen: Python may have one object for two equal numbers
         if isinstance(value, (torch.Tensor, *PLAIN)):
             if is_argument:
                 yield place, value
@@ -99,12 +108,16 @@ def _find_parts(target: Any) -> Iterator[tuple[str, Any]]:
             continue
         if is_argument and isinstance(value, _NAMED):
             yield place, f"{value.__module__}.{value.__qualname__}"
-        is_target = value is target
-        waiting += _parts_of(value, place, is_argument=is_argument, is_target=is_target)
+        # `build(load_model, ...)` is a tuple of a function and its arguments
+        has_arguments = is_argument or value is target
+        waiting += _parts_of(value, place, has_arguments=has_arguments)
 
 
-def _parts_of(value: Any, place: str, *, is_argument: bool, is_target: bool) -> Iterator[_Part]:
-    """Yield the objects that may belong to the function that an object is."""
+def _parts_of(value: Any, place: str, *, has_arguments: bool) -> Iterator[_Part]:
+    """Yield the parts of an object that may be called.
+
+    With `has_arguments`, the items of a container are arguments.
+    """
     if isinstance(value, partial):
         yield _Part(f"{place}.func", value.func)
         yield _Part(f"{place}.args", value.args, is_argument=True)
@@ -119,25 +132,24 @@ def _parts_of(value: Any, place: str, *, is_argument: bool, is_target: bool) -> 
             with suppress(ValueError):  # a name that is not assigned yet
                 yield _Part(f"{place}.{name}", cell.cell_contents)
     elif isinstance(value, (Mapping, list, tuple)):
-        # `build(load_model, ...)` is a tuple of a function and its arguments.
-        counts = is_argument or is_target
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
-            yield _Part(f"{place}[{key!r}]", item, counts)
+            yield _Part(f"{place}[{key!r}]", item, has_arguments)
     elif not isinstance(value, (types.ModuleType, *_NAMED)):
-        # An object that is called, such as a pipeline, may hold the model as an attribute.
+        # An object that is called, such as a pipeline, may hold the model as an attribute
         for name, attribute in _attributes_of(value):
             yield _Part(f"{place}.{name}", attribute)
 
 
 def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object, also those in slots."""
+    """Yield the attributes of an object with their names, also those in slots."""
     attributes = getattr(value, "__dict__", {})
     yield from attributes.items()
+    # By the descriptors of slots: unlike `getattr`, they run no code of the user's
     for base in type(value).__mro__:
         for name, member in vars(base).items():
             if isinstance(member, types.MemberDescriptorType):
-                with suppress(AttributeError):  # a slot that is empty
+                with suppress(AttributeError):  # an empty slot
                     yield name, member.__get__(value)
 
 
@@ -145,12 +157,12 @@ def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _encode(value: Any) -> bytes:
-    """Return the repr of plain values, which is the same in every process."""
+    """Return the repr of plain values, or of containers of these: the same in every process."""
     return repr(value).encode()
 
 
 def _describe_value(value: Any) -> bytes:
-    """Return the type of a value, and its content or a sum of it."""
+    """Return bytes for a value: its repr, or the form and the sums of a tensor."""
     name = type(value).__name__
     if not isinstance(value, torch.Tensor):
         return _encode((name, value))
@@ -161,7 +173,7 @@ def _describe_value(value: Any) -> bytes:
         for each in names:
             described += _describe_value(getattr(value, each))
         return described
-    # A lazy parameter has no shape before the first call of its module.
+    # A lazy parameter has no shape before the first call of its module
     if torch.nn.parameter.is_lazy(value):
         return b"lazy"
     if value.is_nested and value.layout is torch.strided:
@@ -172,12 +184,11 @@ def _describe_value(value: Any) -> bytes:
     described = _encode((tuple(value.shape), value.dtype, value.layout))
     if value.is_quantized:
         described += _describe_scales(value)
-    sums = _sum_bits(value.detach())
-    return described + _encode(sums)
+    return described + _encode(_sum_bits(value.detach()))
 
 
 def _describe_scales(tensor: torch.Tensor) -> bytes:
-    """Return what the integers of a quantized tensor stand for."""
+    """Return bytes for the scales and the zero points of a quantized tensor."""
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return _encode((tensor.q_scale(), tensor.q_zero_point()))
     described = _encode(tensor.q_per_channel_axis())
@@ -187,38 +198,37 @@ def _describe_scales(tensor: torch.Tensor) -> bytes:
 
 
 def _sum_bits(tensor: torch.Tensor) -> list[list[int]]:
-    """Return sums of the bits of a tensor as integers, for each chunk: plain, and by position.
+    """Return two sums of each chunk of a tensor, whose bits are taken as integers.
 
-    Sums of integers are exact, so the order of the additions, which depends on the device, does not
-    matter.
+    One is plain. The other has a factor by position, so values that change places change it. Sums
+    of integers are exact: the order of additions, which depends on the device, does not matter.
     """
     if tensor.is_meta or not tensor.numel():
         return []
     integers = _as_integers(tensor)
     longest = min(len(integers), _CHUNK)
     positions = torch.arange(longest, device=integers.device)
-    weights = positions % _PERIOD + 1
+    factors = positions % _PERIOD + 1
     sums = []
     for chunk in integers.split(_CHUNK):
         values = chunk.to(torch.int64)
-        weighted = values * weights[: len(values)]
-        both = torch.stack([values.sum(), weighted.sum()])
-        sums.append(both)
-    found: list[list[int]] = torch.stack(sums).tolist()  # one wait for the device
+        weighted = values * factors[: len(values)]
+        sums.append(torch.stack([values.sum(), weighted.sum()]))
+    found: list[list[int]] = torch.stack(sums).tolist()  # here the host waits, once for all chunks
     return found
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor as a vector of integers."""
+    """Return the bits of a tensor's values as a vector of integers."""
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_quantized:
         tensor = tensor.int_repr()
-    # A conjugate or a negative may be a flag of the tensor, which its memory does not show.
+    # A conjugate or a negative may be a flag of the tensor, which its memory does not show
     tensor = tensor.resolve_conj().resolve_neg()
     plain = tensor.contiguous().reshape(-1)
     if plain.storage_offset():
-        plain = plain.clone()  # wider integers must begin at a multiple of their size
+        plain = plain.clone()  # an int32 must begin at a multiple of 4 bytes
     content = plain.view(torch.uint8)
     if len(content) % 4:
         return content
@@ -228,22 +238,18 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
 def _describe_rules(rules: JoinRules) -> str:
     """Return the options that change the output of a whole call, such as `reduce="stack"`."""
     options = {"join": rules.join, "reduce": rules.reduce, "out_dims": rules.out_dims}
-    written = [f"{name}={_write(option)}" for name, option in options.items()]
+    written = [f"{name}={_describe_option(option)}" for name, option in options.items()]
     return ", ".join(written)
 
 
-def _write(option: Any) -> str:
+def _describe_option(option: Any) -> str:
     """Return an option as a text that is the same in every process."""
     if option is UNDECLARED:
         return "undeclared"
     if isinstance(option, dict):
-        return str({key: _write(each) for key, each in option.items()})
+        return str({key: _describe_option(each) for key, each in option.items()})
     if isinstance(option, tuple):
-        return str([_write(each) for each in option])
+        return str([_describe_option(each) for each in option])
     if callable(option):  # its repr has an address, which differs in each process
         return getattr(option, "__qualname__", type(option).__qualname__)
     return repr(option)
-
-
-FindFingerprint = Callable[[], Fingerprint]
-"""Returns the fingerprint of a target as it is now."""

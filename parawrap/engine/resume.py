@@ -26,8 +26,9 @@ except ImportError:  # of Windows
 
 _SUFFIX = ".output"
 _UNFINISHED = ".unfinished"
-_OWN_LEFTOVER = re.compile(r"[0-9a-f]{32}\.unfinished")  # other files belong to the user
-_PROTOCOL = 4  # of pickles that are compared: fixed, because another protocol gives other digests
+# Names of unfinished files, as `commit` makes them. Other files belong to the user
+_OWN_UNFINISHED = re.compile(rf"[0-9a-f]{{32}}{re.escape(_UNFINISHED)}")
+_PROTOCOL = 4  # of pickles in digests: always this one, because another gives other digests
 _OTHER_MODEL = (
     "Use another folder for this model, or map(..., check_model=False) to take the saved outputs "
     "of any model"
@@ -35,16 +36,16 @@ _OTHER_MODEL = (
 
 
 class Saved(NamedTuple):
-    """An output that the folder had; it may be None."""
+    """An output from the folder. It is wrapped because it may be None."""
 
     output: Any
 
 
 class OutputFolder:
-    """One file per batch, as `torch.save` writes it.
+    """A folder with one file per batch, as `torch.save` writes it. For one thread.
 
-    It holds the name and the fingerprint of the target, the digest of the batch, and the output. A
-    file appears by an atomic rename, so a killed run leaves no partial output.
+    A file holds the name and the fingerprint of the target, the digest of the batch, and the
+    output. It appears by an atomic rename, so a killed run leaves no partial output.
 
     Args:
         path: The folder. It is created for this user alone if it does not exist.
@@ -52,8 +53,8 @@ class OutputFolder:
             function.
         key: A function of a batch that returns what the digest is computed from. By default, the
             batch itself.
-        find_fingerprint: Returns the fingerprint of the target. It is called once, with the first
-            batch. None: outputs of other weights are taken too.
+        find_fingerprint: Returns the fingerprint of the target. It is called once, when the first
+            batch is recalled. None: outputs of other weights are taken too.
 
     Raises:
         ResumeError: If the folder cannot be made, or belongs to another user.
@@ -74,12 +75,13 @@ class OutputFolder:
         self._key = key
         self._find_fingerprint = find_fingerprint
         self._fingerprint: Fingerprint | None = None
-        self._digests: dict[int, bytes] = {}  # of the batches in flight
+        # By number, of the batches in flight whose outputs will be saved
+        self._digests: dict[int, bytes] = {}
         problem = f"resume={str(self._path)!r} cannot be used"
         with _explain(problem, "Give the path of a folder", OSError):
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_other_owner(self._path, self._path.stat())
-            self._remove_leftovers()
+            self._remove_unfinished()
 
     def recall(self, number: int, batch: Any) -> Saved | None:
         """Return the saved output of this batch; None if it is not saved.
@@ -99,7 +101,7 @@ class OutputFolder:
             "its batch runs again"
         )
         with _explain(f"{file} cannot be loaded", cure), file.open("rb") as content:
-            # Loading runs code, so the owner is that of the file that was opened.
+            # Loading runs code. By `fstat`: the path may lead to another file by now
             _refuse_other_owner(file, os.fstat(content.fileno()))
             saved = torch.load(content, weights_only=False)
             target, output, saved_digest = saved["target"], saved["output"], saved["digest"]
@@ -119,7 +121,7 @@ class OutputFolder:
         return Saved(output)
 
     def commit(self, number: int, output: Any) -> None:
-        """Save the output of a batch, unless it came from the folder.
+        """Save the output of a batch, unless `recall` returned it.
 
         Raises:
             ResumeError: If the output cannot be saved.
@@ -128,7 +130,7 @@ class OutputFolder:
         if digest is None:
             return
         file = self._file(number)
-        # A unique name: two ranks that use one folder never write the same file.
+        # A unique name: two ranks that use one folder never write the same file
         unfinished = self._path / f"{uuid.uuid4().hex}{_UNFINISHED}"
         problem = f"the output of batch {number} cannot be saved in {file}"
         cure = (
@@ -144,10 +146,10 @@ class OutputFolder:
                     "output": replace_nodes(output, _is_tensor, _without_neighbors),
                 }
                 with unfinished.open("xb") as content:
-                    # First: a run that begins now removes unfinished files without a lock.
-                    _mark_as_used(content)
+                    # First: a run that begins now removes unfinished files without a lock
+                    _lock(content)
                     torch.save(saved, content)
-                # An atomic rename in one folder: readers see no file, or all of it.
+                # Within one folder, this is atomic: readers find no file, or a whole one
                 unfinished.replace(file)
         finally:  # also after Ctrl-C; after the rename there is nothing to remove
             unfinished.unlink(missing_ok=True)
@@ -160,7 +162,7 @@ class OutputFolder:
         """
         last = -1
         for file in self._path.glob(f"*{_SUFFIX}"):
-            if file.stem.isdigit():  # other names are files of the user
+            if file.stem.isdigit():  # a file with another name belongs to the user
                 last = max(last, int(file.stem))
         if last >= batches:
             msg = (
@@ -171,7 +173,7 @@ class OutputFolder:
             raise ResumeError(msg)
 
     def _read_fingerprint(self) -> None:
-        """Compute the fingerprint, with the first batch: the stream reads the model then."""
+        """Compute the fingerprint at the first call: the stream reads the model then too."""
         if self._find_fingerprint is None:
             return
         cure = "map(..., check_model=False) takes the saved outputs of any model"
@@ -191,18 +193,18 @@ class OutputFolder:
             raise ResumeError(msg)
 
     def _digest(self, number: int, batch: Any) -> bytes:
-        subject, known_by = f"batch {number}", batch
+        """Return the digest of a batch, or of its key."""
+        subject, value = f"batch {number}", batch
         if self._key is not None:
-            subject, known_by = f"the key of batch {number}", self._key(batch)
+            subject, value = f"the key of batch {number}", self._key(batch)
         cure = "Give map(key=...) a function of a batch that returns a string or a number"
         with _explain(f"{subject} cannot be pickled", cure):
-            return digest_value(known_by)
+            return digest_value(value)
 
-    def _remove_leftovers(self) -> None:
-        """Remove what killed runs did not finish."""
+    def _remove_unfinished(self) -> None:
+        """Remove the unfinished files of runs that were killed."""
         for file in self._path.iterdir():
-            # A process holds its lock until it ends, however it ends, and on whatever machine.
-            if _OWN_LEFTOVER.fullmatch(file.name) and not _is_used(file):
+            if _OWN_UNFINISHED.fullmatch(file.name) and not _is_locked(file):
                 file.unlink(missing_ok=True)
 
     def _file(self, number: int) -> Path:
@@ -213,7 +215,10 @@ class OutputFolder:
 
 
 def _refuse_other_owner(path: Path, found: os.stat_result) -> None:
-    """Refuse a folder or a file of another user, who may have written code into it."""
+    """Refuse a folder or a file of another user, who may have written code into it.
+
+    `found` is its status. On Windows, files have no such owner, and nothing is refused.
+    """
     if not hasattr(os, "getuid") or found.st_uid == os.getuid():
         return
     msg = (
@@ -224,15 +229,15 @@ def _refuse_other_owner(path: Path, found: os.stat_result) -> None:
     raise ResumeError(msg)
 
 
-def _mark_as_used(content: IO[bytes]) -> None:
-    """Lock a file until it is closed, or the process ends."""
+def _lock(content: IO[bytes]) -> None:
+    """Lock a file until it is closed, or until the process ends, in whatever way."""
     if fcntl is not None:
-        with suppress(OSError):  # a file system without locks: the file is not removed either
+        with suppress(OSError):  # a file system without locks: `_is_locked` finds the same error
             fcntl.flock(content, fcntl.LOCK_EX)
 
 
-def _is_used(file: Path) -> bool:
-    """True if a process writes the file, or if that is not known."""
+def _is_locked(file: Path) -> bool:
+    """True if a process on any machine writes the file, or if locks do not show it."""
     if fcntl is None:
         return True
     try:
@@ -249,15 +254,15 @@ def _is_used(file: Path) -> bool:
 def digest_value(value: Any) -> bytes:
     """Return the digest of a value.
 
-    It is equal in every process for equal nested values of tensors, numbers, and texts. Values
-    whose pickles differ, such as sets of strings and sparse tensors, have another digest in another
-    process.
+    Equal nested values of tensors, numbers, and texts have the same digest in every process. Other
+    leaves are pickled: the pickle of a set of strings, or of a sparse tensor, and so its digest,
+    may differ in each process.
 
     Raises:
         Exception: If the value cannot be pickled, or contains itself.
     """
     leaves, spec = flatten(value)
-    # The types of containers, and their keys and lengths
+    # The spec shows the types of containers, their keys, and their lengths
     content = hashlib.blake2b(repr((type(value), spec)).encode())
     for leaf in leaves:
         if _has_plain_memory(leaf):
@@ -270,16 +275,19 @@ def digest_value(value: Any) -> bytes:
 
 
 def _has_plain_memory(leaf: Any) -> bool:
+    """True for a tensor whose values are the bytes of its memory."""
     return type(leaf) in TENSORS and is_dense(leaf) and not leaf.is_quantized
 
 
 def _memory_of(tensor: torch.Tensor) -> bytes:
-    """Return the values of a tensor as bytes, whatever memory is around them."""
-    data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if not data.nbytes:
+    """Return the values of a tensor as bytes, without the rest of its storage."""
+    # A conjugate or a negative may be a flag of the tensor, which its memory does not show
+    values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if not values.nbytes:
         return b""
-    # Not by numpy: it need not be installed, and has no bfloat16. `data` keeps the memory alive.
-    return bytes((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
+    # Not by numpy: it need not be installed, and has no bfloat16. `values` keeps the memory alive
+    memory = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
+    return bytes(memory)
 
 
 def _is_tensor(node: Any) -> bool:
@@ -287,9 +295,12 @@ def _is_tensor(node: Any) -> bool:
 
 
 def _without_neighbors(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is saved alone.
+    """Return a tensor that `torch.save` writes without other values.
 
-    A part of a larger storage would be saved with all of it.
+    It writes the whole storage of a tensor, which may be only a part of it.
+
+    Raises:
+        ValueError: If the tensor requires a gradient.
     """
     if tensor.requires_grad:
         msg = "it has a gradient, which a folder cannot keep"
@@ -303,7 +314,7 @@ def _without_neighbors(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _explain(problem: str, cure: str, kind: type[Exception] = Exception) -> Iterator[None]:
-    """Raise an error of this kind as `ResumeError`."""
+    """Turn an error of this kind into a `ResumeError` with the problem and a cure."""
     try:
         yield
     except ResumeError:

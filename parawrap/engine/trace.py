@@ -13,7 +13,7 @@ import torch
 from parawrap import displays
 from parawrap.errors import SessionError, ShardError, add_note
 
-_CALLER = -1  # the track of plain calls
+_CALLER = -1  # in a span that is recorded: the track of plain calls
 
 
 class Recorder:
@@ -35,9 +35,10 @@ class Recorder:
         end: int,
         error: BaseException | None,
     ) -> None:
-        """Add a span to all traces that were open when it began.
+        """Add a call to all traces that were open when it began.
 
-        Without `method`, it is a call of the target itself.
+        `method` is None for a call of the target itself, `lane` for a plain call, and `batch`
+        outside of streams. `start` and `end` are as ``perf_counter_ns``.
         """
         kind = method or self._method
         label = kind
@@ -45,13 +46,13 @@ class Recorder:
             label += f", batch {batch}"
         if rows is not None:
             label += f", {rows} row" if rows == 1 else f", {rows} rows"
-        # The name alone: an error holds frames, and their tensors, until the trace is written.
+        # The name alone: an error would hold frames, and their tensors, until the trace is written
         failure = None if error is None else type(error).__name__
         details = {"batch": batch, "rows": rows, "error": failure}
         track = _CALLER if lane is None else lane
         span = displays.Span(track, start, end, label, kind, details)
-        # `tuple` copies in one step: another thread may open or close a trace meanwhile.
-        for trace in tuple(self.traces):
+        # A copy, which is one step: another thread may open or close a trace during the loop
+        for trace in [*self.traces]:
             if start >= trace.began:
                 trace.spans.append(span)  # one step, for lanes that end calls at the same time
 
@@ -59,9 +60,12 @@ class Recorder:
 class Trace:
     """Records the calls that begin and end inside its ``with`` block.
 
-    It writes a file at the end of the block. `spans` has one entry per call and lane, with the
-    index of the lane as its track; -1 is the caller's thread. `began` is the start of the block, as
-    ``time.perf_counter_ns``.
+    It writes a file at the end of the block. `lanes` name the tracks.
+
+    Attributes:
+        began: The start of the block, as ``time.perf_counter_ns``; 0 before it.
+        spans: One entry per call and lane. Its track is the index of the lane, or -1 for a plain
+            call, which ran in the thread of the caller.
     """
 
     def __init__(self, recorder: Recorder, lanes: Sequence[object], path: str | Path) -> None:
@@ -71,7 +75,7 @@ class Trace:
             raise ShardError(msg)
         self._recorder = recorder
         self._lanes = lanes
-        # Absolute, because the block may change the working directory.
+        # Absolute, because the block may change the working directory
         self._path = Path(path).expanduser().absolute()
         self.began = 0
         self.spans: list[displays.Span] = []
@@ -87,7 +91,7 @@ class Trace:
                 "`with` block"
             )
             raise SessionError(msg)
-        # Before the recorder has the trace: `record` leaves out calls that began earlier.
+        # Before the recorder has the trace: `record` leaves out calls that began earlier
         self.began = perf_counter_ns()
         self._recorder.traces.append(self)
         return self
@@ -104,7 +108,7 @@ class Trace:
         except OSError as failure:
             if error is None:
                 raise
-            # The error of the block matters more than its trace.
+            # The error of the block goes on, since it matters more than the trace
             add_note(error, f"the trace could not be written: {failure}")
 
     def timeline(self) -> displays.Timeline:
@@ -113,13 +117,17 @@ class Trace:
         tracks = [str(lane) for lane in self._lanes]
         caller = len(tracks)  # the track after those of the lanes
         spans = []
-        # A copy, which is one step: the trace may still be open, and lanes add spans.
+        has_plain_calls = False
+        # A copy, which is one step: the trace may still be open, and lanes add spans
         for span in [*self.spans]:
-            is_plain = span.track == _CALLER
-            spans.append(span._replace(track=caller) if is_plain else span)
-        if all(span.track < caller for span in spans):
+            if span.track == _CALLER:
+                has_plain_calls = True
+                spans.append(span._replace(track=caller))
+            else:
+                spans.append(span)
+        if not has_plain_calls:
             return displays.Timeline(title, tracks, spans)
-        # The caller's thread does other things between the calls, so it is not idle then.
+        # Between plain calls, the caller's thread does other work, so the track shows no idle time
         tracks.append("caller's thread")
         return displays.Timeline(title, tracks, spans, without_idle=[caller])
 
@@ -132,15 +140,19 @@ def record_call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a function, and record the lane, when it ran as ``perf_counter_ns``, and its error."""
+    """Call a function, and record its lane, start, end, and error.
+
+    `record` is `Recorder.record` with its first arguments; None records nothing. `lane` is None for
+    a plain call.
+    """
     if record is None:
         return function(*args, **kwargs)
     start, error = perf_counter_ns(), None
     try:
         return function(*args, **kwargs)
-    except BaseException as raised:  # also an interrupt: the span shows where it came
+    except BaseException as raised:  # also Ctrl-C: the span shows where it came
         error = raised
         raise
     finally:
         record(lane, start, perf_counter_ns(), error)
-        del error  # its traceback holds this frame
+        del error  # its traceback holds this frame: a cycle
