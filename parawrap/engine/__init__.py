@@ -38,6 +38,9 @@ Terms of several files:
 
 term           | meaning
 -------------- | ---------------------------------------------------------------------------------
+plain call     | the call as without parawrap: the model itself, in the caller's thread
+cut call       | a call whose arguments are cut into a shard per lane
+whole call     | a batch of `map`, or a submitted call: one lane runs it, uncut
 leaf, spec     | what `flatten` makes of nested values: the values, and the containers around them
 `WholeLeaf`    | a leaf that stands for a whole container, such as a cache with its own rules
 path           | the keys from ``(args, kwargs)``, or from an output, to a value
@@ -49,6 +52,8 @@ column         | the values of all parts at one place of the arguments, or of th
 origin         | the value of the caller, or of the model, that a value of a lane is a copy of
 cure           | the options that an error names, with which the refused call runs
 home, away     | the device of the model, and others: lanes there have copies of its parameters
+turns          | one thread runs parts one after another: gradients or random numbers need an order
+generation     | the number of refreshes that found the model changed; a whole call needs its own
 quiet          | forward writes nothing, so looks for its writes are left out (`edition.py`)
 dirty          | a call may have left something in a replica, which is put back before the next one
 lent, loan     | the copies that a lane has of the caller's arguments, as they were before forward
@@ -211,7 +216,7 @@ session.py          | an open block: sends whole calls to  | api/parallel/test_s
 shard_sizes.py      | how many rows each lane gets         | engine/test_shard_sizes.py
 stats.py            | `p.stats`: counters of calls, rows,  | api/parallel/test_streams.py
                     | and busy seconds                     | displays/test_tables.py
-streams.py          | `map` and `submit` of whole calls:   | api/parallel/test_streams.py
+streams.py          | streams of batches, for `map`:       | api/parallel/test_streams.py
                     | order, batches in flight, errors     | api/parallel/test_errors.py
 survey.py           | one walk over all that a target      | api/parallel/test_cures_of_calls.py
                     | leads to; which objects lanes share, | api/parallel/test_shared_by_lanes.py

@@ -278,12 +278,13 @@ class Calls:
         """True if the target, the arguments, and the output are on the device of the first lane."""
         if self._has_only_cpu:
             return True
-        here_alone = {None, self.devices[0]}  # None: an argument without a device, such as a number
+        device = self.devices[0]
         if not kwargs and TENSORS.issuperset(map(type, args)):
             devices = {self.output_device, *map(_device_of, args)}
         else:
             devices = {self.output_device, *map(device_of, flatten((args, kwargs))[0])}
-        return devices <= here_alone and self.replicas.is_at_home(self.devices[0])
+        # None: an argument without a device, such as a number
+        return devices <= {None, device} and self.replicas.is_at_home(device)
 
     def _call_in_lanes(
         self, entry: Entry, plan: ShardPlan, flat: FlatCall, given: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""Calls taken apart, and the extent of each leaf: its row count, or its kind."""
+"""Calls taken apart into leaves, and the extent of each leaf: its row count, or its kind."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from parawrap.engine.columns import shape_of
 from parawrap.engine.rules.registry import splitter_of
 from parawrap.tree import PLAIN, TreeSpec, WholeLeaf, address
 
-# Extents of leaves without rows, all negative
+# Extents of leaves without rows. All are negative, since a row count may be 0 or more
 BROADCAST = -1  # every lane gets the same object
 BEYOND = -3  # a tensor with dims, but without the dim of the rows
 OBJECT = -4  # of a class that parawrap does not know
 EMPTY = -5  # a cache without rows yet: every lane gets a copy
-ARRAY = -100  # and below: an array of another library, -105 for one of five items
+# The extent of an array of another library is this number less the length, such as -105: two plans
+# for arrays of two lengths have different keys
+ARRAY = -100
 
-# Without strings, which are plain values, and without sets, which have no order.
+# Without strings, which are plain values, and without sets, which have no order
 _SEQUENCES = (list, range, deque)
-# Values that no lane changes, or that all lanes share by their nature.
+# Values that no lane changes, and a generator: lanes that share one take turns
 _SHARED_BY_LANES = (
     *PLAIN,
     numbers.Number,
@@ -58,10 +60,14 @@ _SHARED_BY_LANES = (
 
 
 class FlatCall(NamedTuple):
-    """One call taken apart: its leaves, its structure, and each leaf's extent.
+    """One call taken apart.
 
-    An extent is a row count, or says the kind of the leaf. `on_cpu` is True for a call of
-    positional tensors on the CPU, and nothing else.
+    Attributes:
+        leaves: The leaves of ``(args, kwargs)``.
+        spec: The containers around them.
+        extents: The row count of each leaf, or one of the negative numbers above; empty if the plan
+            is made already.
+        on_cpu: True if the call has positional plain tensors on the CPU alone.
     """
 
     leaves: Sequence[Any]
@@ -90,7 +96,7 @@ def extent_of(leaf: Any, dim: int | None) -> int:
             return BROADCAST
         rules = splitter_of(leaf.value)
         rows = rules.rows(leaf.value)
-        # A list without items has no rows in any lane; an empty cache gets rows in each of them.
+        # A list without items has no rows in any lane. An empty cache gets rows in each lane
         return EMPTY if rows == 0 and rules.may_be_empty else rows
     if dim is None or is_plain_value(leaf):
         return BROADCAST
@@ -108,12 +114,12 @@ def _size_of_nested(tensor: torch.Tensor, dim: int) -> int:
 
 
 def is_plain_value(leaf: Any) -> bool:
-    """True for a value that calls do not change, which every lane gets whole."""
+    """True for a value without rows that every lane gets whole, such as a number or a text."""
     return leaf is None or isinstance(leaf, _SHARED_BY_LANES) or _is_numpy_value(leaf)
 
 
 def _length_of_array(value: Any) -> int | None:
-    """Return the length of an array of another library; None for any other value."""
+    """Return the length of an array of another library, such as numpy; None for other values."""
     if isinstance(value, (torch.Tensor, WholeLeaf)):
         return None
     shape = shape_of(value)
@@ -128,6 +134,6 @@ def _is_numpy_value(value: Any) -> bool:
 
 def has_items(value: Any) -> bool:
     """True for a sequence that `in_dims` may cut by item, or an array of another library."""
-    return (
-        type(value) is tuple or isinstance(value, _SEQUENCES) or _length_of_array(value) is not None
-    )
+    # Not by `isinstance` for tuples: a namedtuple is a structure, not a sequence of items
+    is_sequence = type(value) is tuple or isinstance(value, _SEQUENCES)
+    return is_sequence or _length_of_array(value) is not None

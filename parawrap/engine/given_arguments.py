@@ -1,9 +1,9 @@
-"""Arguments of a call in another process: the changes there are made here too.
+"""Arguments of a call that another process runs: changes there are made here too.
 
-The other process lends its copies to forward, as lanes of this process do. `read_changes` finds
-what forward did to them, and `mark_arguments` puts marks in the places of arguments in the output.
-Both travel back. `Given` makes the same changes in the caller's arguments, and puts them in the
-places of their marks.
+The other process lends its copies to forward, as lanes of this process do. `read_changes` returns
+what forward changed in them, and `mark_arguments` replaces arguments in the output by marks. Both
+travel back. `Given` makes the same changes in the caller's arguments, and replaces the marks by
+these arguments.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ from parawrap.tree import WholeLeaf, flatten
 
 
 class SentBack:
-    """The mark of an argument in values that travel: the kind of argument, and its number.
+    """The mark of an argument in values that travel.
 
     Both processes number the arguments of each kind in the order of the flattened call.
+
+    Attributes:
+        kind: "leaf" for a tensor, "container", or "object" for an object with rules.
+        number: The number of the argument among those of its kind.
     """
 
     __slots__ = ("kind", "number")
@@ -41,11 +45,11 @@ class SentBack:
 
 
 class ArgumentChanges(NamedTuple):
-    """Changes of copies of arguments by forward: one entry each, in order; None for no change.
+    """What forward changed in copies of arguments. Each list is in the order of the arguments.
 
     Attributes:
-        containers: The entries of each container.
-        objects: Each object with rules, as it is after the call.
+        containers: The entries of each container after the call; None if it is unchanged.
+        objects: Each object with rules, as it is after the call; None if it is unchanged.
     """
 
     containers: Sequence[EntriesAfter | None]
@@ -53,7 +57,7 @@ class ArgumentChanges(NamedTuple):
 
 
 def read_changes(loan: Loan) -> ArgumentChanges | None:
-    """Return what forward did to the copies of a loan, for `Given.replay`; None for nothing."""
+    """Return what forward changed in the copies of a loan, for `Given.replay`; None for nothing."""
     if loan.is_unchanged():
         return None
     find_mark = _find_marks(loan)
@@ -68,21 +72,22 @@ def read_changes(loan: Loan) -> ArgumentChanges | None:
         containers.append(None if after is None else after.replace_new(mark))
     # A changed object travels whole: the rules of its class merge it into the caller's own
     objects: list[Any] = []
-    for index, held in loan.objects.items():
+    for index, before_call in loan.objects.items():
         part = loan.leaves[index]
-        objects.append(None if are_same_objects(list_contents(part), held) else part)
+        objects.append(None if are_same_objects(list_contents(part), before_call) else part)
     return ArgumentChanges(containers, objects)
 
 
 def mark_arguments(output: Any, loan: Loan) -> Any:
-    """Return an output with marks for arguments, which must not travel as other objects."""
+    """Return an output with marks in place of arguments, which would travel as copies."""
     if not (loan.containers or loan.objects):
         return output
     return replace_parts(output, _find_marks(loan))
 
 
 def _find_marks(loan: Loan) -> Callable[[Any], SentBack | None]:
-    """Return a function from an argument of the lane to its mark."""
+    """Return a function that takes a value, and returns the mark of an argument, or None."""
+    # By id. The loan keeps the arguments alive, so no other object has the id of one
     marks: dict[int, SentBack] = {}
     # Numbers and texts are left out: equal ones may be one object, and travel as they are
     for number, leaf in enumerate(loan.leaves):
@@ -90,14 +95,26 @@ def _find_marks(loan: Loan) -> Callable[[Any], SentBack | None]:
             marks[id(leaf)] = SentBack("leaf", number)
     for number, before in enumerate(loan.containers):
         marks[id(before.container)] = SentBack("container", number)
-    # Last: an object is a leaf too, and its own kind of mark replaces that of a tensor
+    # Last: a tensor with rules is a leaf too, and its mark as an object replaces that of the leaf
     for number, index in enumerate(loan.objects):
         marks[id(loan.leaves[index])] = SentBack("object", number)
-    return lambda node: marks.get(id(node))
+
+    def find_mark(node: Any) -> SentBack | None:
+        return marks.get(id(node))
+
+    return find_mark
 
 
 class Given:
-    """The arguments of a call that another process runs, as they are when it is sent."""
+    """The caller's arguments of a call that another process runs.
+
+    `call` is ``(args, kwargs)`` when it is sent: the caller may replace entries before the answer.
+
+    Attributes:
+        leaves: The leaves of the call.
+        objects: The leaves that are objects with rules.
+        containers: The containers that forward may change, outer ones first.
+    """
 
     def __init__(self, call: Any) -> None:
         self.leaves, spec = flatten(call)
@@ -105,13 +122,13 @@ class Given:
         self.containers = [follow_path(call, path) for path in paths_of_containers(spec)]
 
     def replay(self, changes: ArgumentChanges) -> None:
-        """Do to the arguments what forward did to copies of them.
+        """Make the changes of `read_changes` in the caller's arguments.
 
         Raises:
-            ValueError: If they have another structure than the copies.
-            KeyError: If an entry is missing here.
+            ValueError: If the arguments have another structure than the copies.
+            KeyError: If an entry of a container was removed here.
         """
-        # Both lists are compared in length before the first write
+        # Lists, so that unequal lengths raise before the first write
         containers = [*zip(self.containers, changes.containers, strict=True)]
         objects = [*zip(self.objects, changes.objects, strict=True)]
         for container, after in containers:
@@ -122,7 +139,7 @@ class Given:
                 update_argument(value, part)
 
     def resolve(self, output: Any) -> Any:
-        """Return an output with the arguments in the places of their marks."""
+        """Return an output with the caller's arguments in the places of their marks."""
         return replace_parts(output, self._find_argument)
 
     def _find_argument(self, node: Any) -> Any:

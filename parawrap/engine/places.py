@@ -1,8 +1,8 @@
-"""The containers of a model: where they are, how entries are named, how they are read and written.
+"""The containers of a model: their places, the names of their entries, and how to read and write.
 
 A model with a hundred layers has a thousand containers: ``__dict__`` of each module, its tables of
 parameters, buffers, submodules, and hooks, and the lists and dicts among its attributes. `Survey`
-finds them, `Snapshot` compares them.
+finds them, and `Snapshot` compares them.
 """
 
 from __future__ import annotations
@@ -20,34 +20,40 @@ from parawrap._private_names import BUFFERS, CHILDREN, HOOK_TABLES, PARAMETERS
 from parawrap.tree import ABSENT, PLAIN, names_of_slots
 
 TABLES = (PARAMETERS, BUFFERS, CHILDREN)
-"""The tables of a module, without those of hooks."""
+"""The names of the tables of a module, without those of hooks."""
 
-# Reads of what another thread changes, before Python's error is raised. A thread that writes all
-# the time lets a read through long before; a guess that no test has contradicted
 MOST_READS = 1000
-# A guess that no test has contradicted: a thread that changes the model has paused by then
-MOST_COPIES = 8
-"""How often a model is copied at most because another thread changes it meanwhile.
+"""How often a container is read while another thread changes it, before Python's error is raised.
 
-Then calls run plainly.
+A guess that no test has contradicted: a thread that writes all the time lets a read through before.
+"""
+
+MOST_COPIES = 8
+"""How often a model is copied while another thread changes it, before calls run plainly.
+
+A guess that no test has contradicted: most threads pause before.
 """
 
 SIMPLE = (*PLAIN, torch.dtype, torch.device)
-"""Classes of values that a copy shares. What the model holds of them is set in the replicas."""
+"""Classes of values that replicas share with the model. A refresh sets changed ones in them."""
 
 LISTS = (list, deque, set)
+"""Containers whose entries have no names."""
 
-# `copy.deepcopy` makes a new object for each of these. A class of the user's may return an object
-# that others hold too.
 ALWAYS_NEW = frozenset({dict, list, set, deque, OrderedDict, defaultdict, types.CellType})
+"""Classes of which `copy.deepcopy` makes a new object. A class of the user's may return an old one.
+"""
 
 
 class Place(NamedTuple):
-    """One container of a model: the object that has it, its kind, and the path to it.
+    """The place of one container of a model.
 
-    Kinds: "vars" is the ``__dict__`` of an object, "items" a dict, "list" a list, deque, or set,
-    "slots" the slots of an object, and "cell" a closure cell. Any other kind is the name of a table
-    of a module, such as ``_buffers``.
+    Attributes:
+        owner: The object that has the container, or the container itself for "items" and "list".
+        kind: "vars" for the ``__dict__`` of an object, "items" for a dict, "list" for a list,
+            deque, or set, "slots" for the slots of an object, "cell" for a closure cell. Any other
+            kind is the name of a table of a module, such as ``_buffers``.
+        path: The attributes and keys from the model to the owner, as Python code names them.
     """
 
     owner: Any
@@ -57,18 +63,18 @@ class Place(NamedTuple):
     @property
     def key(self) -> tuple[int, str]:
         """The identity of the place."""
-        # The place holds its owner, so no other object gets the number while the place exists.
+        # The place holds its owner, so no other object has this id while the place exists
         return id(self.owner), self.kind
 
     def name(self, key: Any) -> str:
-        """Return how Python code names an entry of the container."""
+        """Return how Python code names an entry of the container, or the owner for the key None."""
         if key is None:
             return self.path
         if self.kind == "slots":
             key = names_of_slots(type(self.owner))[key]
         if self.kind in ("items", "list"):
             return f"{self.path}[{key!r}]"
-        # The path of the model itself is empty.
+        # The path of the model itself is empty, so the dot may come first
         if self.kind in HOOK_TABLES:
             return f"{self.path}.{self.kind}[{key!r}]".lstrip(".")
         return f"{self.path}.{key}".lstrip(".")
@@ -79,8 +85,10 @@ class Place(NamedTuple):
         # The names of tables begin with an underscore
         if self.kind == "vars" or self.kind.startswith("_"):
             return self.path
-        # The path ends with an attribute of the module, and the keys inside it.
-        return self.path.partition("[")[0].rpartition(".")[0]
+        # The path ends with an attribute of the module, and with keys inside the attribute
+        attribute, _, _ = self.path.partition("[")
+        module, _, _ = attribute.rpartition(".")
+        return module
 
     def container(self, owner: Any) -> Any:
         """Return the container of the owner, or of a copy of it."""
@@ -97,13 +105,16 @@ class Place(NamedTuple):
 
 
 def read_items(container: Any) -> list[Any]:
-    """Return the items of a list, deque, or set, as they are at one moment.
+    """Return the items of a list, a deque, a set, or of `Slots`, as they are at one moment.
 
-    Other threads may write it. A list of a list or of a set is made in one step, with its lock
-    held. A deque has a lock too, which only its own methods take, and raises if it is changed.
+    Another thread may write the container.
+
+    Raises:
+        RuntimeError: If the container changed during each of `MOST_READS` reads.
     """
     if type(container) is deque:
-        return [*container.copy()]
+        return [*container.copy()]  # `copy` is one step, and a loop over a deque is not
+    # One step for a list or a set. A subclass of deque raises if it is changed during the loop
     for _ in range(MOST_READS):
         with contextlib.suppress(RuntimeError):
             return [*container]
@@ -124,12 +135,12 @@ class Slots:
         return iter([read_slot(self.owner, name) for name in self.names])
 
     def __setitem__(self, index: int, part: Any) -> None:
-        # Around `__setattr__` of the class, which may refuse the write or count it.
+        # Not by `__setattr__` of the class, which may refuse the write or count it
         object.__setattr__(self.owner, self.names[index], part)
 
     def clear(self) -> None:
         for name in self.names:
-            with contextlib.suppress(AttributeError):
+            with contextlib.suppress(AttributeError):  # an empty slot
                 object.__delattr__(self.owner, name)
 
     def extend(self, parts: list[Any]) -> None:
@@ -147,12 +158,12 @@ def read_slot(owner: Any, name: str = "cell_contents") -> Any:
 
 
 def has_rules_for_copies(cls: type) -> bool:
-    """True if a class says itself how it is copied: it may return an object that exists."""
+    """True if code of a class makes its copies, so that a copy may be an object that exists."""
     if issubclass(cls, torch.nn.Module) or cls in ALWAYS_NEW:
         return False
     if hasattr(cls, "__deepcopy__") or cls in copyreg.dispatch_table:
         return True
-    # A `__new__` in Python is the class's own, and may return an object that exists
+    # A `__new__` in Python is code of a class, and may return an object that exists
     if isinstance(cls.__new__, types.FunctionType):
         return True
     rules: tuple[Any, ...] = (cls.__reduce_ex__, cls.__reduce__)
@@ -160,7 +171,7 @@ def has_rules_for_copies(cls: type) -> bool:
 
 
 def has_own_rules(cls: type) -> bool:
-    """True if a class says itself what copies of its instances hold."""
+    """True if code of a class decides what copies of its instances hold."""
     root = torch.nn.Module if issubclass(cls, torch.nn.Module) else object
     names = ("__getstate__", "__setstate__", "__deepcopy__", "__reduce__", "__reduce_ex__")
     has_own = any(getattr(cls, name, None) is not getattr(root, name, None) for name in names)

@@ -24,18 +24,24 @@ def home_of(module: torch.nn.Module) -> torch.device | None:
 
 
 def refuse_devices(survey: Survey, home: torch.device | None) -> None:
-    """Refuse a model on several devices, or on the meta device."""
+    """Refuse a model on several devices, or on the meta device. `home` is that of its first tensor.
+
+    Raises:
+        ReplicaError: If so.
+    """
     if home is None:
         return
-    # Only those that ``model.to(...)`` moves: others may lie where the user's code needs them
-    registered = [
-        tensor
-        for tensor in (*survey.params, *survey.tensors)
-        if any(place.kind in (PARAMETERS, BUFFERS) for place in survey.places_of(tensor))
-    ]
+    # Parameters and buffers alone, which ``model.to(...)`` moves: another tensor may lie where the
+    # user's code needs it
+    registered = []
+    for tensor in (*survey.params, *survey.tensors):
+        kinds = {place.kind for place in survey.places_of(tensor)}
+        if not kinds.isdisjoint((PARAMETERS, BUFFERS)):
+            registered.append(tensor)
+    first = survey.path_of(registered[0]) if registered else ""
     for tensor in registered:
         if tensor.device != home:
-            first, other = survey.path_of(registered[0]), survey.path_of(tensor)
+            other = survey.path_of(tensor)
             msg = (
                 f"the model lies on several devices: {first!r} on {home} and {other!r} on "
                 f"{tensor.device}. A replica of it would need as many devices again; put the model "
@@ -43,18 +49,20 @@ def refuse_devices(survey: Survey, home: torch.device | None) -> None:
             )
             raise ReplicaError(msg)
     if home.type == "meta":
-        msg = (
-            f"no replica can be made: {survey.path_of(registered[0])!r} is on the meta device and "
-            "has no data to copy"
-        )
+        msg = f"no replica can be made: {first!r} is on the meta device and has no data to copy"
         raise ReplicaError(msg)
 
 
 def refuse_shared_modules(survey: Survey, replicas: Sequence[Replica]) -> None:
-    """Refuse a module with a ``__deepcopy__`` that returned one module for two lanes."""
-    for other in replicas[1:]:
+    """Refuse a module with a ``__deepcopy__`` that returned one module for two lanes.
+
+    Raises:
+        ReplicaError: If there is one.
+    """
+    first, *others = replicas
+    for other in others:
         for module in survey.modules:
-            if replicas[0].of(module) is other.of(module):
+            if first.of(module) is other.of(module):
                 msg = (
                     f"no replica of {survey.path_of(module)!r} can be made: its copies for two "
                     "lanes are one module. Let its __deepcopy__ copy all attributes with "
@@ -64,9 +72,10 @@ def refuse_shared_modules(survey: Survey, replicas: Sequence[Replica]) -> None:
 
 
 def refuse_cuda_graphs(survey: Survey, devices: Sequence[torch.device]) -> None:
-    """Refuse models that torch.compile runs as CUDA graphs.
+    """Refuse a model that torch.compile runs as CUDA graphs, which torch keeps for one thread.
 
-    torch keeps these for one thread and one stream.
+    Raises:
+        ReplicaError: If so.
     """
     if devices[0].type != "cuda":  # the devices of a block are of one type
         return

@@ -9,6 +9,7 @@ Batches of a stream take this way. Submitted calls enter it at `Session.get_read
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from itertools import islice
@@ -35,7 +36,7 @@ from parawrap.engine.streams import (
     make_future,
 )
 from parawrap.engine.trace import Trace
-from parawrap.engine.whole_call import CHANGED, FirstCall, LaneFuture, Ready, WholeCall
+from parawrap.engine.whole_call import CHANGED, LaneFuture, Ready, WholeCall
 from parawrap.errors import ReplicaError, SessionError
 from parawrap.tree import TENSORS, flatten
 
@@ -89,9 +90,9 @@ class Session(Calls):
             brings_code = prepare is not None or any(global_hooks)
             may_write = brings_code or not state.edition.is_quiet
             looks_at_contents = not state.edition.is_checked or survey.writes_data
-            first = None
+            first_call_lock = None
             if may_write and looks_at_contents:
-                first = FirstCall(replicas)
+                first_call_lock = threading.Lock()
                 state.edition.is_checked = True
             is_quiet = not may_write and not self.recorder.traces and self.rules.keep_single
 
@@ -105,7 +106,7 @@ class Session(Calls):
                 is_quiet=is_quiet,
                 in_order=draws or has_order,
                 prepares=prepares,
-                first=first,
+                first_call_lock=first_call_lock,
             )
 
     def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:

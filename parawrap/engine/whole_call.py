@@ -34,7 +34,6 @@ from parawrap.engine.model_state import ModelState
 from parawrap.engine.output_handover import hand_over
 from parawrap.engine.placed_call import PlacedCall
 from parawrap.engine.replica import Replica
-from parawrap.engine.replicas import Replicas
 from parawrap.engine.streams import Prepare, Tell, as_call
 from parawrap.engine.trace import record_call
 from parawrap.errors import ReplicaError, add_note
@@ -44,24 +43,6 @@ CHANGED = (
     "the model changed while a stream of batches or a submitted call was open, which read it when "
     "it began. Read the outputs first, and change the model then"
 )
-
-
-class FirstCall:
-    """The choice of one whole call, which looks for writes of parameters through ``.data``.
-
-    Lanes may begin several calls at the same moment. The first call that gets the lock keeps it. It
-    reads the parameters in its lane: a model that writes parameters for a moment runs in one lane
-    alone, so no other call writes them then.
-    """
-
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
-        self._claim = threading.Lock()
-
-    def read_contents(self) -> list[Any] | None:
-        """Return the contents of the parameters before the first call; None for any other call."""
-        is_first = self._claim.acquire(blocking=False)
-        return self._replicas.read_contents() if is_first else None
 
 
 class Ready(NamedTuple):
@@ -74,7 +55,8 @@ class Ready(NamedTuple):
         is_quiet: True if calls of tensors write nothing, and return what forward returns.
         in_order: True if one lane must run all calls.
         prepares: For each lane, the function that computes the arguments; None without `prepare`.
-        first: Chooses the call that is watched more closely; None if no call needs that.
+        first_call_lock: The first call keeps it, and looks for writes of parameters through
+            ``.data``; None if no call must.
     """
 
     modes: Modes
@@ -83,7 +65,7 @@ class Ready(NamedTuple):
     is_quiet: bool
     in_order: bool
     prepares: Sequence[Prepare] | None
-    first: FirstCall | None
+    first_call_lock: threading.Lock | None
 
 
 def use_after(reached: Reached, value: Any) -> None:
@@ -327,7 +309,14 @@ class WholeCall:
         record = None
         if calls.recorder.traces:
             record = partial(calls.recorder.record, entry.method, entry.batch, self.rows)
-        contents = None if ready.first is None else ready.first.read_contents()
+        contents = None
+        # Lanes may begin several calls at the same moment: the one that gets the lock keeps it. It
+        # reads the parameters here, since a model that writes them for a moment runs in one lane
+        # alone: no other call is at work on them now
+        lock = ready.first_call_lock
+        is_first = lock is not None and lock.acquire(blocking=False)
+        if is_first:
+            contents = replicas.read_contents()
         function = entry.of(replica.target)
         output = record_call(record, lane.index, function, *self.args, **self.kwargs)
 
