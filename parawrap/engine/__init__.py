@@ -39,7 +39,7 @@ Terms of several files:
 term           | meaning
 -------------- | ---------------------------------------------------------------------------------
 plain call     | the call as without parawrap: the model itself, in the caller's thread
-cut call       | a call whose arguments are cut into a shard per lane
+cut call       | a call with arguments that are cut into a shard per lane, or more
 whole call     | a batch of `map`, or a submitted call: one lane runs it, uncut
 leaf, spec     | what `flatten` makes of nested values: the values, and the containers around them
 `WholeLeaf`    | a leaf that stands for a whole container, such as a cache with its own rules

@@ -243,8 +243,8 @@ class Calls:
                 if not replicas.state.is_current():
                     self.refresh()
                     if not replicas.state.replicas:
-                        # A lazy layer, for example, gets its shape in this call. `_lock` is held:
-                        # of two plain calls at once, each would give it a shape
+                        # A lazy layer, for example, gets its shape in this call. The calls of other
+                        # threads wait for `_lock`, since each would give it a shape
                         return self.run_plainly(entry, args, kwargs)
                 return self._call_in_lanes(entry, plan, flat, (args, kwargs))
             finally:
@@ -367,14 +367,13 @@ class Calls:
             output = joining.join_outputs(outputs, lanes.backend.type)
         if may_write:
             is_joined_tensor = len(sizes) > 1 and type(output) is torch.Tensor
-            has_no_buffers = not used[0].tensors
-            # Lanes without buffers keep no tensor
+            has_no_buffers = not used[0].tensors  # then a lane keeps no tensor
             is_new = is_joined_tensor and has_no_buffers
             is_per_lane = type(output) is list and len(output) == len(used)
             if rules.join == "list" and is_per_lane:
                 output = [*map(hand_over, output, used)]  # an item per lane, each of its replica
             elif not is_new:
-                # What is not new is an object that all lanes returned, and so one of lane 0's
+                # It is an object that all lanes returned, so it is in lane 0's replica too
                 output = hand_over(output, used[0])
 
         # Settle: the writes of forward reach the model and the arguments, or are refused
@@ -443,7 +442,7 @@ class Calls:
         if any(map(_attributes_of, outputs)) or torch.is_autocast_enabled("cpu"):
             return None
         for leaf, column, cut_on in zip(leaves, columns, plan.dims, strict=True):
-            if outputs[0] is column[0] and cut_on == dim and all(map(is_, outputs, column)):
+            if cut_on == dim and all(map(is_, outputs, column)):
                 return leaf  # type: ignore[no-any-return]
         # Nested tensors, tensors without that dim, and tensors of other shapes raise
         with suppress(RuntimeError, IndexError):
@@ -600,9 +599,9 @@ class Calls:
 
 
 class Probe:
-    """A closer look at one call, for what no comparison of replicas shows.
+    """A closer look at one call. It finds two faults that a comparison of replicas does not show.
 
-    It finds writes of parameters through ``.data``, and draws of several lanes from one random
+    These are writes of parameters through ``.data``, and draws of several lanes from one random
     generator. The first call of each plan has one, and the first after a change of the model.
     """
 

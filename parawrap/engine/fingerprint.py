@@ -198,10 +198,10 @@ def _describe_scales(tensor: torch.Tensor) -> bytes:
 
 
 def _sum_bits(tensor: torch.Tensor) -> list[list[int]]:
-    """Return two sums of each chunk of a tensor, whose bits are taken as integers.
+    """Return two sums of each chunk of a tensor. Its bits are read as integers.
 
-    One is plain. The other has a factor by position, so values that change places change it. Sums
-    of integers are exact: the order of additions, which depends on the device, does not matter.
+    One sum is plain. The other has a factor by position, so values that change places change it.
+    Integers add up exactly, so the order of additions, which differs by device, does not matter.
     """
     if tensor.is_meta or not tensor.numel():
         return []

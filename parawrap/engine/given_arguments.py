@@ -45,7 +45,7 @@ class SentBack:
 
 
 class ArgumentChanges(NamedTuple):
-    """What forward changed in copies of arguments. Each list is in the order of the arguments.
+    """Changes by forward in copies of arguments. Each list is in the order of the arguments.
 
     Attributes:
         containers: The entries of each container after the call; None if it is unchanged.

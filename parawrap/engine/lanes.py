@@ -223,8 +223,8 @@ class CallParts:
         modes: The modes of the caller; missing if all parts run in the caller, at home.
         outputs: One per part.
         errors: The indices of parts that failed, and their errors.
-        countdown: 0 to the number of groups. The thread that pops the 0 opens `done`: ``pop`` is
-            one step, so no lock is needed.
+        countdown: A number per group, from 0 on. A thread pops one when a group has ended, and the
+            thread that gets the 0 opens `done`. ``pop`` is one step, so no lock is needed.
         done: Locked until all groups have ended or were dropped.
     """
 
@@ -433,7 +433,7 @@ class Lanes:
                 if parts.errors and parts.is_interrupted():
                     parts.drop()
                 try:
-                    index, group = parts.groups.popitem()  # the last one, whose lane wakes last
+                    index, group = parts.groups.popitem()  # the last one: its lane wakes last
                 except KeyError:  # no group is left
                     break
                 parts.modes.run(partial(parts.run, group), self.all[index].device, home)

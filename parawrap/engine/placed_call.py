@@ -1,4 +1,4 @@
-"""A cut call whose lanes place their shards, and the join of its outputs and changed arguments.
+"""A cut call with shards that lanes place, and the joins of its outputs and changed arguments.
 
 A call of tensors on the CPU alone needs none of this: `Calls` cuts and concatenates them itself.
 `Staged` in `whole_call.py` is a placed call with one part.
@@ -105,7 +105,7 @@ class PlacedCall:
             record_use(flatten(values)[0])
         rules = rules_of_entries(self._rules, place, key)
         joined = join(values, self.plan.sizes, rules, self.device, self._find_originals)
-        # What is not new is an object that all lanes put there, and so one of lane 0's
+        # If it is not new, all lanes have put this object there, so it is in lane 0's replica too
         return hand_over(joined, self._replicas[0])
 
     def _find_originals(self) -> Sequence[Callable[[Any], Any]]:

@@ -75,7 +75,7 @@ class OutputFolder:
         self._key = key
         self._find_fingerprint = find_fingerprint
         self._fingerprint: Fingerprint | None = None
-        # By number, of the batches in flight whose outputs will be saved
+        # By number, for the batches in flight with outputs that `commit` will save
         self._digests: dict[int, bytes] = {}
         problem = f"resume={str(self._path)!r} cannot be used"
         with _explain(problem, "Give the path of a folder", OSError):
@@ -275,7 +275,7 @@ def digest_value(value: Any) -> bytes:
 
 
 def _has_plain_memory(leaf: Any) -> bool:
-    """True for a tensor whose values are the bytes of its memory."""
+    """True for a tensor with values that the bytes of its memory show."""
     return type(leaf) in TENSORS and is_dense(leaf) and not leaf.is_quantized
 
 

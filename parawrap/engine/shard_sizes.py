@@ -57,7 +57,7 @@ def uneven_sizes(rows: int, parts: int) -> tuple[int, ...]:
 
 
 def sizes_of_block(unit: int, *, are_uneven: bool) -> Sizes:
-    """Return the rule of a parallel block, whose units have `unit` rows. It counts in units.
+    """Return the rule of a parallel block, in units of `unit` rows: it takes and returns units.
 
     A block uses fewer parts where one row would be next to shards of two: in training, a batch norm
     refuses one row, and the last batch of a loader may have any size. If every shard has one row,

@@ -109,10 +109,10 @@ class LaneFuture(Future[Any]):
 class WholeCall:
     """A call that one lane runs whole. Streams read it like a future.
 
-    It is no `Future`, which makes a condition and takes it five times per call: 3 us of CPU per
-    batch of a stream. Here `ended` is locked until the call has an outcome. The thread that gets
-    `_claim` keeps it: a lane that runs the call, or a caller that cancels it. `tell` is called with
-    the call when it has ended.
+    A `Future` would make a condition and take it five times per call: 3 us of CPU per batch of a
+    stream. Here `ended` is locked until the call has an outcome. The thread that gets `_claim`
+    keeps it: a lane that runs the call, or a caller that cancels it. `tell` is called with the call
+    when it has ended.
 
     The call borrows its arguments, until it has ended. `result` hands the output over.
     """
@@ -310,9 +310,9 @@ class WholeCall:
         if calls.recorder.traces:
             record = partial(calls.recorder.record, entry.method, entry.batch, self.rows)
         contents = None
-        # Lanes may begin several calls at the same moment: the one that gets the lock keeps it. It
-        # reads the parameters here, since a model that writes them for a moment runs in one lane
-        # alone: no other call is at work on them now
+        # Lanes may begin several calls at the same moment. One call gets the lock, and keeps it. It
+        # reads the parameters here: a model that writes them for a moment runs in one lane alone,
+        # so no other call is at work on them now
         lock = ready.first_call_lock
         is_first = lock is not None and lock.acquire(blocking=False)
         if is_first:
