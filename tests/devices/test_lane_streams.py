@@ -241,7 +241,7 @@ def test_results_may_be_read_anywhere(place):
     x = rows(9)
     expected = model(x.to("sim:0")).detach().cpu()
     settle()
-    kept, there = [], threading.Event()
+    kept, added, there = [], threading.Event(), threading.Event()
 
     def keep(future):
         kept.append(future.result())
@@ -255,7 +255,11 @@ def test_results_may_be_read_anywhere(place):
                 )
             )
             torch.testing.assert_close(total, 2 * expected)
+        # The lanes wait, so that the callback runs in one of them, and not in this thread
+        for lane in p._session.lanes.all:
+            lane.inbox.put(lambda _: added.wait(PATIENCE_S))
         p.submit(x).add_done_callback(keep)
+        added.set()
         assert there.wait(PATIENCE_S)
         torch.testing.assert_close(
             streamed(lambda: (kept[0] + 0).cpu(), place or "sim:0"), expected
