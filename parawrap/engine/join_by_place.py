@@ -413,7 +413,7 @@ class Joiner:
         if self.lanes == 1 or out_dim is None or is_tree(out_dim):
             return False
         if self.rules.as_torch:
-            self._refuse_unclear_lists(column, lengths)
+            self._refuse_unclear_lists(column)
             return False  # torch joins lists item by item
         if isinstance(out_dim, int) and any(map(_holds_tensors, column)):
             return False  # a list of tensors, each with its rows on that dim
@@ -433,11 +433,11 @@ class Joiner:
             refuse("", returned=f"{list_values(lengths)} items")
         return True
 
-    def _refuse_unclear_lists(self, column: Sequence[Any], lengths: list[int]) -> None:
+    def _refuse_unclear_lists(self, column: Sequence[Any]) -> None:
         """Refuse lists that may have one item per row, since torch joins all lists item by item.
 
-        Other lists hold tensors with the rows, such as the heads of a model, or 0-d tensors, such
-        as losses.
+        Other lists hold tensors with the rows, such as the heads of a model. The number of items
+        decides nothing: it is the row count of some batches by chance.
         """
         kind = type(column[0])
         holds_tensors = any(map(_holds_tensors, column))
@@ -448,12 +448,9 @@ class Joiner:
         if all(leaf is None or isinstance(leaf, ReturnedArgument) for leaf in chain(*of_lanes)):
             return
         tensors = [[*filter(torch.is_tensor, leaves)] for leaves in of_lanes]
-        if holds_tensors and self._have_rows(tensors):
-            # Items with all rows are outputs. But the items of a list as long as its shard may be
-            # single rows, which have as many entries by chance
-            may_be_rows = lengths == self.rows
-            if not may_be_rows or self._are_outputs(column, tensors):
-                return
+        if holds_tensors and self._have_rows(tensors) and self._are_outputs(column, tensors):
+            return
+        lengths = [len(value) for value in column]
         refuse(
             "one item per row, or parts of every row",
             "Return a tuple of tensors to join its items, or use parallel(model, devices), whose "
@@ -476,7 +473,7 @@ class Joiner:
     def _are_outputs(
         self, column: Sequence[Any], tensors: Sequence[Sequence[torch.Tensor]]
     ) -> bool:
-        """True if lists as long as their shards hold outputs of every row, such as heads."""
+        """True if lists of tensors with the rows hold outputs of every row, such as heads."""
         siblings: dict[Any, Any] = {}
         if self.siblings is not None:
             leaves, spec = self.siblings
@@ -485,7 +482,8 @@ class Joiner:
                     siblings[path[-1]] = leaf
         if are_auxiliary(column[0], siblings):
             return True
-        # A dict per item is usually the result of one row, and a vector per item may be a row
+        # A dict per item is usually the result of one row, and a vector per item may be a row. Its
+        # entries may be as many as the rows by chance
         first = next(item for item in chain(*column) if item is not None)  # a list holds a tensor
         if isinstance(first, Mapping):
             return False
