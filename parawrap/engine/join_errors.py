@@ -353,6 +353,9 @@ def _say_options(root: OutputPlace, trials: Trials, *, is_final: bool) -> Iterat
         return
     cured = [place for place in root.leaves() if place.cure is not None]
     options = _write_options(root, trials)
+    # `reduce` is for numbers alone, but one entry of out_dims would hold for the outputs too
+    if rules.options == "whole" and "out_dims=" in options:
+        return
     if options:
         has_others = any(leaf.refusal is not None and leaf.cure is None for leaf in root.leaves())
         use = f"For the other outputs, use {options}" if has_others else f"Use {options}"

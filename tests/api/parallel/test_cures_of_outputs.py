@@ -343,6 +343,15 @@ def test_entries_that_forward_writes():
         call(write_parts, {"x": X})
     assert "reduce=" not in str(refused.value)
 
+    def write_number(batch):
+        batch["n"] = 3
+        return batch["x"]
+
+    # Neither is an option for the entry alone: `out_dims=None` is wrong for the output
+    with says("Return it instead of writing it") as refused:
+        call(write_number, {"x": X})
+    assert "Use " not in str(refused.value)
+
     def write_several(batch):
         batch["loss"], batch["n"] = batch["x"].mean(), len(batch["x"])
         return batch["x"]
