@@ -2,6 +2,10 @@
 
 This package handles torch's device types. It has no code for modules, calls, or processes.
 
+A kind is a word such as "cuda", for all devices of a type. NeuronCores are cores of an AWS
+accelerator. An older package of their vendor runs compiled models on them, and torch does not know
+the cores as devices.
+
 file                 | contents                                   | tests
 -------------------- | ------------------------------------------ | --------------------------------
 _backend.py          | one kind of device: count, streams, pinned | devices/test_lane_streams.py

@@ -1,4 +1,4 @@
-"""A kind of device: its devices, their streams, pinned memory, and random state."""
+"""One kind of device: its devices, their streams, pinned memory, and random state."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Stream
 from parawrap.backends.cores import share_of_cores, usable_cores
 from parawrap.errors import DeviceUnavailableError
 
-# More Python threads than this mostly wait for the interpreter lock. Each lane gets several cores
-# instead. The number is a guess that no test has contradicted
+# Lanes on the CPU without a number of lanes. More Python threads mostly wait for the interpreter
+# lock, so each lane gets several cores instead; a guess that no test has contradicted
 _MOST_LANES = 8
-# torch.cpu has streams that do nothing, and torch.mps functions without a device
+# The streams of torch.cpu do nothing, and the functions of torch.mps take no device
 _WITHOUT_FEATURES = ("cpu", "mps")
 
 
 class Backend:
     """One kind of device, with the module that torch registers for it, such as ``torch.cuda``.
 
-    Features that the module lacks are skipped. Stateless and thread-safe; one instance lives as
-    long as the process.
+    A feature that the module lacks is skipped: a method for it returns None, or does nothing. A
+    backend is stateless and thread-safe, and lives as long as the process.
 
     Attributes:
         type: torch's name for the kind, as in ``torch.device(type)``.
@@ -38,7 +38,7 @@ class Backend:
 
     @property
     def module(self) -> Any:
-        """The device module; None for a kind whose module lacks all of these features."""
+        """The module of torch for this kind; None if it lacks all of these features."""
         return None if self.type in _WITHOUT_FEATURES else torch.get_device_module(self.type)
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -51,7 +51,7 @@ class Backend:
 
         0 if the kind is not usable here.
         """
-        # A module without `is_available` gives None: its devices count
+        # None, from a module without `is_available`, does not matter
         if self._call("is_available") is False:
             return 0
         return int(self.module.device_count())
@@ -108,31 +108,30 @@ class Backend:
         if self.module is None:
             return tensor
         try:
-            # Tensor.pin_memory keeps the gaps of a strided view, and torch then makes a dense copy
-            # in pageable memory.
+            # Not `Tensor.pin_memory`, which keeps the gaps of a strided view. torch would then make
+            # a dense copy in pageable memory
             return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-        # No pinned memory for this kind, or the system's limit is reached
+        # The kind has no pinned memory, or the system's limit is reached
         except (RuntimeError, NotImplementedError):
             return tensor
 
     @contextlib.contextmanager
     def activate(self, device: torch.device, stream: Stream | None) -> Iterator[None]:
         """Make a device and a stream the current ones of the thread inside the block."""
-        nothing = contextlib.nullcontext()
-        # In this order: the context of a stream reads the current device when it is made
-        with (
-            self._call("device", device) or nothing,
-            nothing if stream is None else self.module.stream(stream),
-        ):
-            yield
+        with self._call("device", device) or contextlib.nullcontext():
+            if stream is None:
+                yield
+                return
+            # Inside the block of the device: the context of a stream reads the current device
+            with self.module.stream(stream):
+                yield
 
     def fork_rng(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
         """Restore the random state of the CPU and of `devices` at the end of the block."""
         if self.module is None:
             return torch.random.fork_rng(())
-        return torch.random.fork_rng(
-            sorted({device.index for device in devices}), device_type=self.type
-        )
+        indices = sorted({device.index for device in devices})
+        return torch.random.fork_rng(indices, device_type=self.type)
 
     def rng_state(self, device: torch.device) -> torch.Tensor | None:
         """Return the state of the device's own random generator.
@@ -142,10 +141,8 @@ class Backend:
         state: torch.Tensor | None = self._call("get_rng_state", device)
         return state
 
-    def intra_op_threads(self, lanes: int) -> int | None:
+    def intra_op_threads(self, lanes: int) -> int:
         """Return the number of CPU threads per operator for this number of lanes.
-
-        None means no limit.
 
         Lanes of accelerators share the cores too: they copy into pinned memory at the same time.
         """
@@ -153,7 +150,7 @@ class Backend:
 
 
 class CpuBackend(Backend):
-    """One device, "cpu". "cpu:1" is refused: torch accepts it, but then copies on every ``.to``."""
+    """One device, "cpu". "cpu:1" is refused: torch accepts it, and then copies at every ``.to``."""
 
     def count(self) -> int:
         return 1
@@ -186,14 +183,12 @@ class MpsBackend(Backend):
 
 
 def _not_there(kind: str, index: int | None, count: int) -> DeviceUnavailableError:
-    """Return the error for a device that this process does not see.
-
-    It lists the devices that the process sees.
-    """
-    named = kind if index is None else f"{kind}:{index}"
-    several = f"{kind}:0 to {kind}:{count - 1}" if count > 1 else f"only {kind}:0"
-    seen = f"this process sees {several}" if count else f"this process sees no {kind} device"
+    """Return the error for a device that this process does not see, with the devices it sees."""
+    name = kind if index is None else f"{kind}:{index}"
+    seen = f"no {kind} device"
+    if count:
+        seen = f"{kind}:0 to {kind}:{count - 1}" if count > 1 else f"only {kind}:0"
     return DeviceUnavailableError(
-        f'device {named!r} is not available: {seen}. device="auto" selects a device that this '
-        "machine has"
+        f'device {name!r} is not available: this process sees {seen}. device="auto" selects a '
+        "device that this machine has"
     )

@@ -20,32 +20,30 @@ _backends: dict[str, Backend] = {
 
 
 def torch_kind(name: str) -> str:
-    """Return torch's name for a kind of device.
+    """Return torch's name for a kind of device. Blocks and launches both use this rule.
 
     Case does not matter; "gpu" is another name for "cuda", also on AMD GPUs.
-
-    Blocks and launches both use this rule.
     """
     lowered = name.lower()
     return "cuda" if lowered == "gpu" else lowered
 
 
 def backend_of(kind: str) -> Backend:
-    """Return the backend of a kind such as "cpu". Other kinds that torch knows get one too.
-
-    The kind may be any name that `torch_kind` accepts.
+    """Return the backend of a kind, such as "cpu". It may be any kind that torch knows.
 
     Raises:
         DeviceUnavailableError: If neither parawrap nor torch knows the kind, or if it names
             NeuronCores that are not torch devices.
     """
-    # First as it is given: each call looks up torch's own names
-    backend = _backends.get(kind) or _backends.get(torch_kind(kind))
+    # First as it is given: calls of models look up torch's own names, and this is faster
+    backend = _backends.get(kind)
     if backend is not None:
         return backend
     name = torch_kind(kind)
+    if name in _backends:
+        return _backends[name]
     if is_torch_device(name):
-        # In one step: threads that come at the same time share one backend
+        # In one step: two threads that make one at the same time get the same one
         return _backends.setdefault(name, Backend(name))
     msg = (
         f"{kind!r} is not a kind of device that parawrap or this release of torch knows. Known "
@@ -62,7 +60,7 @@ def backend_of(kind: str) -> Backend:
 
 def best_backend() -> Backend:
     """Return the backend of the accelerator that torch sees, or of the CPU if torch sees none."""
-    # `current_accelerator` alone also names one that torch is built for, but has no device of
+    # `current_accelerator` also names an accelerator that torch is built for, without a device here
     if not torch.accelerator.is_available():
         return backend_of("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -70,11 +68,11 @@ def best_backend() -> Backend:
 
 
 def is_torch_device(kind: str) -> bool:
-    """True if this process has a device module of torch that can count the devices of this kind."""
-    if kind == "xla":  # torch_xla delays operators: lanes would build, and run, each other's graphs
+    """True if torch has a device module for this kind that can count its devices."""
+    if kind == "xla":  # torch_xla delays operators: a lane could run the operators of another lane
         return False
     try:
-        # With an index, so that a kind with an index of its own, "cuda:0", is refused as well
+        # `torch.device` refuses an index if the kind has one already, such as "cuda:0"
         module: ModuleType = torch.get_device_module(torch.device(kind, 0))
     except RuntimeError:
         return False

@@ -1,10 +1,12 @@
 """Tell the two generations of torch_neuronx apart, and count the NeuronCores of this process.
 
-The generations share one package name, and offer different names in it.
+Two packages of different generations have this name:
 
-The newer generation (trn2, trn3) registers a torch device of kind "neuron", which the accelerator
-backend uses. The older generation (inf2, trn1, trn2) builds on torch_xla and offers ``trace``.
-`parawrap.neuroncores` uses its compiled models.
+generation | machines         | offers                                    | used by
+---------- | ---------------- | ----------------------------------------- | ----------------------
+older      | inf2, trn1, trn2 | ``trace``, which compiles a model; it     | `parawrap.neuroncores`
+           |                  | builds on torch_xla                       |
+newer      | trn2, trn3       | a torch device of kind "neuron"           | `Backend`, as for CUDA
 """
 
 from __future__ import annotations
@@ -23,15 +25,12 @@ from parawrap.errors import DeviceListError, DeviceUnavailableError
 EMULATED_CORES = 2
 """The number of emulated cores, unless the environment sets another: an inf2.xlarge has two."""
 
-_SPAN = re.compile(r"(\d+)(?:-(\d+))?")
+_SPAN = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?")  # such as "3" or "2-4"
 _LS_FOLDER = "/opt/aws/neuron/bin"  # of aws-neuronx-tools; often not on PATH
 _LS_TIMEOUT_S = 60.0  # a guess: the tool prints within a second
 
 overriding_runtimes: list[Any] = []
-"""The NeuronCore runtimes of active blocks, for tests and emulated cores.
-
-The last one is in effect.
-"""
+"""The runtimes of open blocks of `parawrap.testing.neuron_host`. The last one is in effect."""
 
 
 def neuron_is_device() -> bool:
@@ -59,7 +58,8 @@ def emulates_cores() -> bool:
 def read_core_numbers(environ: Mapping[str, str] | None = None) -> list[int] | None:
     """Return the numbers, on this machine, of the NeuronCores that the environment allocates.
 
-    None if it sets none.
+    None if it allocates none, so that the process may use all. `environ` is the environment of the
+    process by default.
 
     NEURON_RT_VISIBLE_CORES ("0-6", "3", "0,2-4") takes precedence over NEURON_RT_NUM_CORES (a
     number), as in the Neuron runtime (https://awsdocs-neuron.readthedocs-hosted.com, "NeuronX
@@ -73,7 +73,8 @@ def read_core_numbers(environ: Mapping[str, str] | None = None) -> list[int] | N
     >>> read_core_numbers({"NEURON_RT_NUM_CORES": "2"})
     [0, 1]
     """
-    environ = os.environ if environ is None else environ
+    if environ is None:
+        environ = os.environ
     listed = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
     if listed:
         return _read_spans(listed)
@@ -98,22 +99,24 @@ def count_listed_cores() -> int:
     Raises:
         DeviceUnavailableError: If `neuron-ls` is not found, fails, or prints something else.
     """
-    tool = shutil.which("neuron-ls") or shutil.which("neuron-ls", path=_LS_FOLDER) or "neuron-ls"
+    tool = shutil.which("neuron-ls") or shutil.which("neuron-ls", path=_LS_FOLDER)
+    tool = tool or "neuron-ls"  # not found: `run` raises, and the message names it
     try:
-        ended = subprocess.run(
+        process = subprocess.run(
             [tool, "--json-output"],
             capture_output=True,
             text=True,
             timeout=_LS_TIMEOUT_S,
             check=True,
         )
-        return sum(int(device["nc_count"]) for device in json.loads(ended.stdout))
+        return sum(int(device["nc_count"]) for device in json.loads(process.stdout))
     except (OSError, subprocess.SubprocessError, KeyError, TypeError, ValueError) as error:
+        reason = getattr(error, "stderr", None) or error
         msg = (
             f"the number of NeuronCores of this process is unknown: {tool} --json-output gave no "
-            f"list of devices with an nc_count each ({getattr(error, 'stderr', None) or error}). "
-            "Set NEURON_RT_NUM_CORES or NEURON_RT_VISIBLE_CORES, or install aws-neuronx-tools, "
-            f"which has neuron-ls in {_LS_FOLDER}"
+            f"list of devices with an nc_count each ({reason}). Set NEURON_RT_NUM_CORES or "
+            "NEURON_RT_VISIBLE_CORES, or install aws-neuronx-tools, which has neuron-ls in "
+            f"{_LS_FOLDER}"
         )
         raise DeviceUnavailableError(msg) from error
 
@@ -125,11 +128,11 @@ def _read_spans(listed: str) -> list[int]:
         span = _SPAN.fullmatch(part.strip())
         found = range(0)
         if span:
-            first = int(span[1])
-            last = int(span[2]) if span[2] else first
-            found = range(first, last + 1)
+            first = int(span["first"])
+            last = int(span["last"] or first)
+            found = range(first, last + 1)  # of "4-2", no cores
         has_repeated = not set(found).isdisjoint(cores)
-        if not found or has_repeated:  # "4-2" gives no cores
+        if not found or has_repeated:
             msg = (
                 f"NEURON_RT_VISIBLE_CORES={listed!r}: {part.strip()!r} is neither a core nor a "
                 "range of further cores. List cores and ranges, each core once, as in '0-6', '3' "

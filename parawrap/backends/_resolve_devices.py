@@ -28,8 +28,7 @@ def resolve_devices(devices: Devices) -> tuple[torch.device, ...]:
             device.
         DeviceUnavailableError: If this process does not see a device.
     """
-    is_auto = devices is None or (isinstance(devices, str) and devices.lower() == "auto")
-    if is_auto:
+    if devices is None or (isinstance(devices, str) and devices.lower() == "auto"):
         backend = best_backend()
         return backend.first(1) if backend.type == "cpu" else backend.every_device()
     if isinstance(devices, int) and not isinstance(devices, bool):
@@ -39,10 +38,10 @@ def resolve_devices(devices: Devices) -> tuple[torch.device, ...]:
         return best_backend().first(devices)
     if isinstance(devices, str) and devices and ":" not in devices:
         backend = backend_of(devices)
-        # Without devices of the kind, `device` raises the error that lists those of this machine
+        # If there are none, `device` raises the error that lists the devices of this machine
         return backend.every_device() or (backend.device(None),)
     if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
-        # One device, or a value that `resolve_device` refuses, such as bytes
+        # One device, or another value such as bytes, which `resolve_device` refuses
         return (resolve_device(cast("DeviceLike", devices)),)
     if not devices:
         msg = (
@@ -69,7 +68,8 @@ def names_cores(devices: object) -> bool:
     entries: Sequence[object] = [devices]
     if isinstance(devices, Sequence) and not isinstance(devices, str):
         entries = devices
-    # By text: an entry may be a NeuronCore, and its text is "nc:0"
+    # An entry may also be a `NeuronCore`, a class that this package does not know. Its text is
+    # "nc:0"
     kinds = {torch_kind(str(entry).partition(":")[0]) for entry in entries}
     return "nc" in kinds or ("neuron" in kinds and not neuron_is_device())
 

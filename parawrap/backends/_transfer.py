@@ -1,7 +1,8 @@
 """Copy tensors between devices without blocking the host, and keep their memory as long as needed.
 
-A caching allocator reuses a freed block at once for the stream that allocated it, even while
-another stream still reads the block. `record_use` reports the other stream to the allocator.
+torch's allocator gives the memory of a freed tensor at once to the next tensor of the stream that
+allocated it, even while another stream still reads the memory. `record_use` tells the allocator of
+the other stream.
 """
 
 from __future__ import annotations
@@ -15,35 +16,31 @@ from parawrap._private_names import indices_of, values_of
 from parawrap.backends._backend_registry import backend_of
 from parawrap.tree import WholeLeaf, tensors_in
 
-_STAGED_FROM = 64 << 10
-"""Size in bytes.
-
-CUDA stages a pageable copy of at most this size and returns before the copy is done. For a larger
-copy the host waits for the stream (CUDA Runtime API, "API synchronization behavior").
-"""
+# Bytes. From pageable memory, CUDA queues a copy of at most this size, and the host goes on. With a
+# larger copy, the host waits for the stream (CUDA Runtime API, "API synchronization behavior")
+_LARGEST_QUEUED = 64 << 10
 
 
 def transfer(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the tensor on `device`; the same object if it is already on it.
 
-    A copy to the CPU blocks. A copy to an accelerator is queued where that is safe: large pageable
-    tensors are copied to pinned memory first, which the device reads while the host continues.
+    A copy to the CPU blocks. A copy to an accelerator is queued where that is safe. Large pageable
+    tensors are copied to pinned memory first, which the device reads while the host goes on.
     """
     if tensor.device == device:
         return tensor
     if device.type == "cpu":
         return tensor.to(device)
-    if tensor.device.type != "cpu":
-        _record(tensor)  # the reading stream may differ from the allocating stream
-    staged, may_be_queued = _stage(tensor, device)
-    return staged.to(device, non_blocking=may_be_queued)
+    _record(tensor)  # the current stream, which reads it, may not be the one that allocated it
+    source, may_be_queued = _find_source(tensor, device)
+    return source.to(device, non_blocking=may_be_queued)
 
 
 def transfer_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy `tensor` into `target` on another device, in the same way as `transfer`."""
     _record(tensor)
-    staged, may_be_queued = _stage(tensor, target.device)
-    target.copy_(staged, non_blocking=may_be_queued)
+    source, may_be_queued = _find_source(tensor, target.device)
+    target.copy_(source, non_blocking=may_be_queued)
 
 
 def device_of(leaf: Any) -> torch.device | None:
@@ -53,24 +50,30 @@ def device_of(leaf: Any) -> torch.device | None:
 
 
 def record_use(leaves: Iterable[Any]) -> None:
-    """Keep the memory of freed tensors until the thread's current streams finish their work."""
+    """Keep the memory of tensors, once they are freed, until the thread's current streams are done.
+
+    A leaf may be of any class; only tensors count.
+    """
     for leaf in leaves:
         for tensor in _tensors(leaf):
             _record(tensor)
 
 
 def _tensors(leaf: Any) -> Sequence[torch.Tensor]:
+    """Return the tensors in a leaf."""
     if isinstance(leaf, torch.Tensor):
         return (leaf,)
     return [*tensors_in(leaf.value)] if isinstance(leaf, WholeLeaf) else ()
 
 
 def _record(tensor: torch.Tensor) -> None:
+    """Tell the allocator that the thread's current stream uses a tensor."""
     if tensor.device.type in ("cpu", "meta"):  # no streams
         return
-    parts = getattr(tensor, "__tensor_flatten__", None)
-    if parts is not None:  # a wrapper subclass: the inner tensors own the memory
-        record_use(getattr(tensor, name) for name in parts()[0])
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:  # a wrapper subclass: the inner tensors own the memory
+        names, _ = flatten()
+        record_use(getattr(tensor, name) for name in names)
     elif tensor.is_nested:
         record_use(tensor.unbind())
     elif tensor.layout is torch.sparse_coo:
@@ -83,27 +86,27 @@ def _record(tensor: torch.Tensor) -> None:
             tensor.record_stream(stream)
 
 
-def _stage(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, bool]:
+def _find_source(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, bool]:
     """Return the source of a copy, and True if the copy to the device may be queued.
 
-    It may if the source stays unchanged, or has been read when the call returns. A large tensor on
-    the CPU is copied to pinned memory first.
+    A copy may be queued if no later write of the caller can change the source before it is read.
+    The source of a large tensor on the CPU is its copy in pinned memory.
     """
-    # The host reads a copy to the CPU at once
+    # The host may read a copy on the CPU as soon as the call returns
     if device.type == "cpu":
         return tensor, False
-    # Between two accelerators: the stream orders the copy and later writes of the source
+    # Between two accelerators, the stream orders the copy before later writes of the source
     if tensor.device.type != "cpu":
         return tensor, True
     backend = backend_of(device.type)
     has_graph = tensor.requires_grad and torch.is_grad_enabled()  # autograd does not record pinning
-    is_large = tensor.layout is torch.strided and tensor.nbytes > _STAGED_FROM
+    is_large = tensor.layout is torch.strided and tensor.nbytes > _LARGEST_QUEUED
     if is_large and not has_graph:
         is_channels_last = tensor.ndim == 4 and tensor.is_contiguous(
             memory_format=torch.channels_last
         )
-        # A pinned view with gaps too: torch would make its dense copy in pageable memory
+        # Of a pinned view with gaps, torch would make a dense copy in pageable memory
         is_dense = is_channels_last or tensor.is_contiguous()
-        if not (is_dense and tensor.is_pinned()):
+        if not is_dense or not tensor.is_pinned():
             tensor = backend.pin(tensor)
     return tensor, backend.takes_pageable_at_once or tensor.is_pinned()

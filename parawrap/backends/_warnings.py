@@ -1,4 +1,4 @@
-"""Warnings and tracebacks that lead to the user's line instead of a line in parawrap."""
+"""Warnings and tracebacks that point at the user's line instead of a line in parawrap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import wrapt
 
 
 def _folder_of(file: str | Path) -> str:
-    # The separator: "/site-packages/torch" is also the beginning of "/site-packages/torchvision"
+    # With the separator, as "/site-packages/torch" is a prefix of "/site-packages/torchvision" too
     return f"{Path(file).parent}{os.sep}"
 
 
@@ -28,27 +28,25 @@ _WRAPT = _folder_of(wrapt.__file__)
 
 def warn_caller(message: str) -> None:
     """Issue a UserWarning at the innermost frame outside parawrap, torch, and wrapt."""
-    # `skip_file_prefixes` of `warnings.warn` needs Python 3.12. `level` 1 is the caller of this
-    # function. For `warn`, that is this function
-    level = 1
+    # By hand, since `skip_file_prefixes` of `warnings.warn` needs Python 3.12. For `warn`, level 1
+    # is this function, and level 2 its caller
+    level = 2
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(
-        (_PARAWRAP, _TORCH, _WRAPT)
-    ):
+    inside = (_PARAWRAP, _TORCH, _WRAPT)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame = frame.f_back
         level += 1
-    warnings.warn(message, UserWarning, stacklevel=level + 1)
+    warnings.warn(message, UserWarning, stacklevel=level)
 
 
 def user_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from its first frame outside parawrap on; None without such a frame.
+    """Return a traceback without its first frames in parawrap; None if all are in parawrap.
 
-    Frames of concurrent.futures, which pass an exception from thread to thread, and of wrapt count
+    Frames of wrapt, and of concurrent.futures, which hands exceptions from thread to thread, count
     as parawrap's.
     """
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(
-        (_PARAWRAP, _FUTURES, _WRAPT)
-    ):
+    inside = (_PARAWRAP, _FUTURES, _WRAPT)
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(inside):
         trace = trace.tb_next
     return trace
 
@@ -62,12 +60,12 @@ def drop_own_frames(error: BaseException) -> None:
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next
     shown = user_frames(error.__traceback__) or innermost
-    error.with_traceback(shown)  # also if its `__setattr__` raises
+    error.with_traceback(shown)  # not an assignment: a class of the user's may refuse it
 
 
 @contextmanager
 def ignore_speed_warnings() -> Iterator[None]:
-    """Run the block without warnings about the speed of blocks that parawrap itself opens."""
+    """Ignore the warnings about slow calls in blocks that parawrap itself opens."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"a call of \d+ rows on \d+ lanes .*, because the sizes")
         warnings.filterwarnings("ignore", "a model in eval mode is called with gradients enabled")

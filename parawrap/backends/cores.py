@@ -9,16 +9,16 @@ import torch
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use: by affinity mask and cgroup quota.
+    """Return the number of cores that this process may use, by its affinity mask and cgroup quota.
 
-    ``os.cpu_count()`` also counts cores that a container or ``taskset`` withholds from the process.
+    ``os.cpu_count()`` also counts cores that a container or ``taskset`` takes from the process.
     """
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # on Linux
         cores = len(os.sched_getaffinity(0))
     quota = _cgroup_quota()
     if quota is not None:
-        # Rounded down: with a quota of 2.5 cores, the third thread is stopped half of the time
+        # Rounded down: with a quota of 2.5 cores, Linux would stop a third thread half of the time
         cores = min(cores, int(quota))
     return max(1, cores)
 
@@ -26,16 +26,16 @@ def usable_cores() -> int:
 def share_of_cores(lanes: int) -> int:
     """Return the number of CPU threads per operator for this number of lanes.
 
-    At most the number that torch itself would use, so OMP_NUM_THREADS and ``torch.set_num_threads``
-    are obeyed.
+    All lanes together use no more threads than torch would by itself, so OMP_NUM_THREADS and
+    ``torch.set_num_threads`` are obeyed.
     """
     return max(1, min(usable_cores(), torch.get_num_threads()) // lanes)
 
 
 def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Return the quota in cores, cpu.max of cgroup v2; None without a limit.
+    """Return the quota in cores, from cpu.max of cgroup v2; None without a limit.
 
-    A container's own group, which carries its quota, is mounted at the root.
+    In a container, the root is the container's own group, which has its quota.
     """
     try:
         limit, period = (root / "cpu.max").read_text().split()

@@ -62,7 +62,7 @@ class LocalWorkers:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
-        self._threads = backend_of(devices[0].type).intra_op_threads(len(devices)) or 1
+        self._threads = backend_of(devices[0].type).intra_op_threads(len(devices))
         # Guards `_supervision`: two threads must not replace it at the same time
         self._starting = threading.Lock()
         # For `close`. Weak: a worker that its lane has dropped is gone
