@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import compress, repeat
 from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
@@ -20,8 +19,9 @@ from parawrap._private_names import InferenceMode, copy_all, set_grad_enabled
 from parawrap.backends import transfer, transfer_into
 
 T = TypeVar("T")
-_SMALL = 1 << 20  # bytes; a copy of more takes longer than the call that starts it
-_MOST = 32 << 20  # bytes of one packed tensor, which exists twice for a moment
+# Both are guesses that no test has contradicted
+_SMALL = 1 << 20  # bytes of a small tensor; a larger copy takes longer than the call that starts it
+_LARGEST_PACK = 32 << 20  # bytes; its tensors take this memory twice for a moment
 _detach = methodcaller("detach")
 _is_contiguous = methodcaller("is_contiguous")
 _size_of = methodcaller("numel")
@@ -31,41 +31,40 @@ _shape_of = attrgetter("shape")
 def copies_on(
     devices: Iterable[torch.device], tensors: Sequence[torch.Tensor]
 ) -> dict[torch.device, list[torch.Tensor]]:
-    """Return lasting copies of tensors on each of these other devices.
+    """Return lasting copies of tensors on each of these other devices, in the same order.
 
-    Plain tensors travel together.
+    The caller owns the copies. Small plain tensors travel together.
     """
     found: dict[torch.device, list[torch.Tensor]] = {}
     with lasting():
         originals = [*map(_detach, tensors)]
-        are_plain = [*map(_can_be_written, originals)]
+        are_plain = [*map(_is_plain, originals)]
         plain = [*compress(originals, are_plain)]
         packs = pack_small(plain)
         alone = indices_without(packs, len(plain))
-        copies_of_plain: list[list[torch.Tensor]] = []
+        plain_copies: dict[torch.device, list[torch.Tensor]] = {}
         for device in devices:
-            empty = [*map(partial(torch.empty_like, device=device), plain)]
-            copies_of_plain.append(empty)
-            for index in alone:
-                transfer_into(empty[index], plain[index])
-            # The copies of all tensors, in their order: those of plain tensors are written below
-            unused = iter(empty)
-            copies_here = found[device] = []
+            found[device] = copies = []
             for tensor, is_plain in zip(originals, are_plain, strict=True):
-                copied = next(unused) if is_plain else tensor.to(device, copy=True)
-                copies_here.append(copied)
+                if is_plain:  # written below
+                    copies.append(torch.empty_like(tensor, device=device))
+                else:
+                    copies.append(tensor.to(device, copy=True))
+            plain_copies[device] = [*compress(copies, are_plain)]
+            for index in alone:
+                transfer_into(plain_copies[device][index], plain[index])
         # One flat tensor serves all devices, and is freed before the next one is made
         for pack in packs:
             flat = pack.flatten(plain)
-            for device, copies in zip(found, copies_of_plain, strict=True):
-                # The pieces share their memory and their version. Each copy has its own, so that
-                # a write to one of them does not count as a write to all
+            for device, copies in plain_copies.items():
+                # The pieces of the flat tensor share memory and a version. So they are copied once
+                # more: a write into one copy must not count as a write into all of them
                 copy_all(pack.pick(copies), pack.split(transfer(flat, device)))
     return found
 
 
-def _can_be_written(tensor: torch.Tensor) -> bool:
-    """True for a plain, strided tensor: an empty copy of it can be made, and written later."""
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """True for a strided tensor of torch's own class. Its copy can be made empty, and written."""
     if type(tensor) is not torch.Tensor or tensor.is_quantized:
         return False
     return tensor.layout is torch.strided
@@ -80,92 +79,91 @@ def bytes_of_all(tensors: Iterable[torch.Tensor]) -> int:
 class Pack:
     """Small tensors of one dtype that travel as one flat tensor.
 
-    The elements of each tensor lie in the flat tensor in the order of its memory, so that a dense
-    tensor of any memory format, such as ``channels_last``, is flattened and split without a copy of
-    its own. Gradients flow through all methods.
+    The elements of each tensor lie in the flat tensor in the order of its memory. So a dense tensor
+    of any memory format, such as ``channels_last``, is flattened and split without a further copy.
+    Gradients flow through all methods.
 
     Attributes:
-        indices: The positions of its tensors in the sequence that was packed.
-        sizes: How many elements each of them has.
-        size: How many they have together.
+        indices: The positions of the pack's tensors in the sequence that was packed.
+        sizes: The number of elements of each tensor of the pack.
+        size: The number of elements of the flat tensor.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
-        own = [tensors[index] for index in indices]
         self.indices = indices
-        self.sizes = [*map(_size_of, own)]
+        packed = self.pick(tensors)
+        self.sizes = [*map(_size_of, packed)]
         self.size = sum(self.sizes)
-        self._shapes = [*map(_shape_of, own)]  # in the flat tensor
-        # By their places in the pack, the orders of the dims of tensors with another memory format
+        # With the dims in the order of the memory
+        self._shapes = [*map(_shape_of, packed)]
+        # By the position in the pack: the dims of a tensor that is not contiguous, in that order
         self._orders: dict[int, list[int]] = {}
-        if not all(map(_is_contiguous, own)):
-            self._note_orders(own)
+        if not all(map(_is_contiguous, packed)):
+            self._note_orders(packed)
 
-    def _note_orders(self, own: Sequence[torch.Tensor]) -> None:
-        for place, tensor in enumerate(own):
+    def _note_orders(self, packed: Sequence[torch.Tensor]) -> None:
+        for position, tensor in enumerate(packed):
             if not tensor.is_contiguous():
-                strides = tensor.stride()
-                order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
-                self._orders[place] = order
-                self._shapes[place] = torch.Size([tensor.shape[dim] for dim in order])
+                order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+                self._orders[position] = order
+                self._shapes[position] = tensor.permute(order).shape
 
     def pick(self, values: Sequence[T]) -> list[T]:
-        """Return the values of the tensors of this pack; one value per tensor was packed."""
+        """Return the values of the tensors of this pack. `values` are those of all tensors."""
         return [values[index] for index in self.indices]
 
     def flatten(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Return the tensors of this pack, from such a sequence, as one flat tensor.
+        """Return the tensors of this pack as one flat tensor, with zeros in the places of None.
 
-        At least one of them is given. Zeros fill the places of None.
+        `tensors` are all tensors, of which the pack has some. At least one of the pack's is given.
         """
-        own = self.pick(tensors)
-        for place, order in self._orders.items():
-            tensor = own[place]
+        picked = self.pick(tensors)
+        for position, order in self._orders.items():
+            tensor = picked[position]
             if tensor is not None:
-                own[place] = tensor.permute(order)
-        present = [tensor for tensor in own if tensor is not None]
-        if len(present) == len(own):
+                picked[position] = tensor.permute(order)
+        present = [tensor for tensor in picked if tensor is not None]
+        if len(present) == len(picked):
             return torch.cat([*map(torch.Tensor.reshape, present, repeat((-1,)))])
         zeros = present[0].new_zeros(max(self.sizes))
-        return torch.cat(
-            [
-                zeros.narrow(0, 0, size) if tensor is None else tensor.reshape(-1)
-                for tensor, size in zip(own, self.sizes, strict=True)
-            ]
-        )
+        pieces: list[torch.Tensor] = []
+        for tensor, size in zip(picked, self.sizes, strict=True):
+            piece = zeros[:size] if tensor is None else tensor.reshape(-1)
+            pieces.append(piece)
+        return torch.cat(pieces)
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of this pack as views of a flat tensor."""
         pieces = [*map(torch.Tensor.view, flat.split(self.sizes), self._shapes)]
-        for place, order in self._orders.items():
+        for position, order in self._orders.items():
             inverse = sorted(range(len(order)), key=order.__getitem__)
-            pieces[place] = pieces[place].permute(inverse)
+            pieces[position] = pieces[position].permute(inverse)
         return pieces
 
 
 def pack_small(tensors: Sequence[torch.Tensor]) -> list[Pack]:
-    """Return the packs of small tensors of one dtype, up to a number of bytes each."""
+    """Return packs of the small tensors, each pack of one dtype and of a limited size."""
     packs: list[list[int]] = []
-    filling: dict[torch.dtype, list[int]] = {}  # the newest pack of each dtype
-    sizes: dict[torch.dtype, int] = {}  # in bytes, of these packs
+    newest: dict[torch.dtype, list[int]] = {}  # the pack that gets the next tensor of a dtype
+    sizes: dict[torch.dtype, int] = {}  # of these packs, in bytes
     for index, tensor in enumerate(tensors):
         if tensor.layout is not torch.strided:
             continue
         dtype, size = tensor.dtype, tensor.nbytes
         if size > _SMALL:
             continue
-        if dtype not in filling or sizes[dtype] + size > _MOST:
-            filling[dtype] = []
+        if dtype not in newest or sizes[dtype] + size > _LARGEST_PACK:
+            newest[dtype] = []
             sizes[dtype] = 0
-            packs.append(filling[dtype])
-        filling[dtype].append(index)
+            packs.append(newest[dtype])
+        newest[dtype].append(index)
         sizes[dtype] += size
-    # A pack of one tensor would only be copied once more.
-    return [Pack(tensors, pack) for pack in packs if len(pack) > 1]
+    # A tensor that is alone in its pack travels faster by itself
+    return [Pack(tensors, indices) for indices in packs if len(indices) > 1]
 
 
 def indices_without(packs: Iterable[Pack], count: int) -> list[int]:
-    """Return the positions of tensors that are in no pack; `count` is how many were packed."""
+    """Return the positions of the tensors that are in no pack, of `count` tensors."""
     alone = set(range(count))
     for pack in packs:
         alone.difference_update(pack.indices)
@@ -173,9 +171,9 @@ def indices_without(packs: Iterable[Pack], count: int) -> list[int]:
 
 
 def send_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return tensors on another device, the small dense ones of one dtype in one copy.
+    """Return tensors on another device, with one copy for the small ones of each dtype.
 
-    Those that travel together share memory. Gradients flow through it.
+    Tensors that travel together share memory. Gradients flow through the copies.
     """
     found = [*tensors]
     packs = pack_small(tensors)
@@ -189,18 +187,21 @@ def send_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
 
 
 def lasting(*, grad: bool = False) -> AbstractContextManager[Any]:
-    """Inside the block, new tensors are not inference tensors, whatever the caller's modes.
+    """Leave inference mode inside the block, so that new tensors can be used in every mode.
 
-    Without `grad`, they have no graph either. Use it at once, as ``with lasting():``.
+    `grad` says whether the block records graphs. Use the value at once, as ``with lasting():``,
+    since the modes change with this call.
     """
     guard = None
     try:
-        # torch changes the mode when it makes the guard. One guard restores both modes, in C, so
-        # Ctrl-C cannot come between the two; a guard that no one holds restores them as it ends
+        # torch changes the inference mode when it makes the guard. At its end, the guard restores
+        # both modes in C, so Ctrl-C cannot come between the two. A guard that is dropped, as by
+        # Ctrl-C before the block begins, restores them too
         guard = InferenceMode(False)
         set_grad_enabled(grad)
     except BaseException:
-        if guard is not None:  # the traceback keeps this frame
+        # The traceback keeps this frame, and so the guard
+        if guard is not None:
             guard.__exit__(None, None, None)
         raise
     return guard  # type: ignore[no-any-return]
