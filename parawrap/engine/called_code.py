@@ -1,7 +1,8 @@
-"""The code that a call of a model leads to: what it reads outside of the model, and what it writes.
+"""The code that a call of a model leads to, and its writes into objects that lanes share.
 
-Code is read by the names in it, as compiled: attributes for what it writes, globals for what it
-calls.
+The compiled code of each function has the names of attributes and globals. An attribute such as
+``data`` shows a possible write. A global shows which further functions are called, and which
+modules outside of the model are used.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _WRITERS = frozenset({"data", "set_"})
 _LEARNERS = frozenset({"grad", "backward", "zero_grad", "requires_grad_", "requires_grad"})
 # torch.autograd.grad and torch.func.grad return gradients, and write none
 _FUNCTIONAL = frozenset({"autograd", "func"})
+# Instructions of Python's compiled code
 _LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _LOADS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 
-# Code of these libraries finds no module of the user's by a global. Their forward is read like any
-# other
+# Globals in the code of these libraries lead to no module of the user's, so they are not read
 _LIBRARIES = ("torch", "torchvision", "transformers", "timm")
 _CURE = (
     "every lane would use the same one. Make it an attribute of the model, or an argument of "
@@ -41,12 +42,12 @@ _CURE = (
 )
 
 
-class Writes(NamedTuple):
-    """What the code of a model may write besides its own buffers and attributes.
+class SharedWrites(NamedTuple):
+    """What the code of a model may write into the parameters, which lanes share.
 
     Attributes:
-        weights: True if it may write parameters without a new version.
-        gradients: True if it may write gradients, or flags of parameters.
+        weights: True if the code may write parameters, and leave their versions alone.
+        gradients: True if the code may write gradients, or flags of parameters.
     """
 
     weights: bool
@@ -58,49 +59,50 @@ def find_writes(
     functions: Sequence[types.FunctionType],
     methods: Iterable[str],
     paths: Mapping[int, str],
-) -> Writes:
-    """Read the code that a call leads to, and return what it may write into what lanes share.
+) -> SharedWrites:
+    """Read the code that a call leads to, and return its possible writes into the parameters.
 
-    `classes` are those of the objects in the model, `functions` what these hold, `methods` the
-    methods that are called, and `paths` the paths of functions by their id. Methods are followed by
-    their names, and functions by the globals that name them.
+    `classes` are those of the objects in the model, `functions` the functions in the model,
+    `methods` the methods that calls enter besides forward, and `paths` the paths of functions by
+    their id.
 
     Raises:
-        ReplicaError: If code of the user's finds modules outside of the model.
+        ReplicaError: If code of the user's uses modules outside of the model.
     """
-    by_name = _find_methods(classes)
+    methods_of_name = _find_methods(classes)
     waiting: list[types.FunctionType] = []
     for name in ("forward", "__call__", *methods):
-        waiting += by_name.get(name, ())
+        waiting += methods_of_name.get(name, ())
     waiting += functions
     seen = set(waiting)
-    own = set(functions)
+    in_model = set(functions)
     weights = gradients = False
     while waiting:
         function = waiting.pop()
         place = paths.get(id(function)) or function.__qualname__
         read = [*_read_globals(function)]
-        held = list_captured(function)  # by a decorator, the function that it wraps
+        captured = list_captured(function)  # of a decorated method, the function itself
         if not _is_of_library(function.__module__):
             for name, value in read:
-                _refuse_held(f"{place} uses the global {name!r}", value)
-            if function not in own:  # lanes have their own closures of those
-                for name, value in held:
-                    _refuse_held(f"{place} captures {name!r}", value)
-        called = [value for _, value in (*read, *held) if isinstance(value, types.FunctionType)]
+                _refuse_module(f"{place} uses the global {name!r}", value)
+            if function not in in_model:  # each lane has its own copies of these closures
+                for name, value in captured:
+                    _refuse_module(f"{place} captures {name!r}", value)
+        values = [value for _, value in (*read, *captured)]
+        called = [value for value in values if isinstance(value, types.FunctionType)]
         for code in _walk_code(function.__code__):
             weights = weights or not _WRITERS.isdisjoint(code.co_names)
             gradients = gradients or _writes_gradients(code)
-            # The class of an object is not known here, so all methods of the name are followed
+            # Code does not show the class of an object, so all methods of the name count as called
             for name in code.co_names:
-                called += by_name.get(name, ())
+                called += methods_of_name.get(name, ())
         waiting += set(called) - seen
         seen.update(called)
-    return Writes(weights, gradients)
+    return SharedWrites(weights, gradients)
 
 
 def _find_methods(classes: Iterable[type]) -> dict[str, list[types.FunctionType]]:
-    """Return the methods of the user's classes, by their names.
+    """Return the methods of the user's classes by their names, also those of properties.
 
     Raises:
         ReplicaError: If a class holds a module.
@@ -111,26 +113,28 @@ def _find_methods(classes: Iterable[type]) -> dict[str, list[types.FunctionType]
             continue
         # A list, here and below, is made in one step: other threads may write
         for name, value in [*vars(cls).items()]:
-            _refuse_held(f"the class attribute {cls.__qualname__}.{name}", value)
+            _refuse_module(f"the class attribute {cls.__qualname__}.{name}", value)
             found.setdefault(name, []).extend(_unwrap_functions(value))
     return found
 
 
 def list_captured(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """Return what a function holds: its closure, its defaults, and its attributes."""
-    contents = map(read_slot, function.__closure__ or ())  # ABSENT for a name without a value yet
-    held = [*zip(function.__code__.co_freevars, contents, strict=True)]
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    held += [("a default", part) for part in defaults]
-    held += vars(function).items()
-    return [(name, part) for name, part in held if part is not ABSENT]
+    """Return the names and the values in the closure, the defaults, and the attributes."""
+    contents = map(read_slot, function.__closure__ or ())
+    captured = [*zip(function.__code__.co_freevars, contents, strict=True)]
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    captured += [("a default", value) for value in defaults]
+    captured += vars(function).items()
+    # ABSENT stands for a captured name that has no value yet
+    return [(name, value) for name, value in captured if value is not ABSENT]
 
 
 def is_generator(value: Any) -> bool:
     """True for a generator of random numbers, of torch, Python, or numpy."""
     if isinstance(value, (torch.Generator, random.Random)):
         return True
-    return type(value).__module__.startswith("numpy.random")  # which may not be installed
+    # By name: numpy may not be installed
+    return type(value).__module__.startswith("numpy.random")
 
 
 def draws_from_generator(values: Sequence[Any]) -> bool:
@@ -138,54 +142,58 @@ def draws_from_generator(values: Sequence[Any]) -> bool:
     if any(map(is_generator, values)):
         return True
     functions = [value for value in values if isinstance(value, types.FunctionType)]
-    held = chain.from_iterable(map(list_captured, functions))
-    return any(is_generator(part) for _, part in held)
+    captured = chain.from_iterable(map(list_captured, functions))
+    return any(is_generator(value) for _, value in captured)
 
 
 def _writes_gradients(code: types.CodeType) -> bool:
     """True if code uses an attribute that writes gradients, or flags of parameters."""
     if _LEARNERS.isdisjoint(code.co_names):
         return False
-    before = None  # the name that was read last: in most cases, that of the object
+    last_name = None  # that was read; of an attribute, in most cases the name of the object
     for step in dis.get_instructions(code):
         name = step.argval
         if step.opname in _LOADS_ATTRIBUTE:
-            # A read of the flag `requires_grad` is not a write
-            is_functional = name == "grad" and before in _FUNCTIONAL
-            if name in _LEARNERS and name != "requires_grad" and not is_functional:
+            is_functional = name == "grad" and last_name in _FUNCTIONAL
+            only_reads = is_functional or name == "requires_grad"
+            if name in _LEARNERS and not only_reads:
                 return True
-            before = name
+            last_name = name
         elif step.opname in _LOADS_GLOBAL:
             if name == "backward":  # of torch.autograd
                 return True
-            before = name
+            last_name = name
         elif step.opname in ("STORE_ATTR", "DELETE_ATTR") and name in _LEARNERS:
             return True
     return False
 
 
-def _refuse_held(what: str, value: Any) -> None:
-    """Refuse a value that is a module with tensors, or a container that holds one."""
+def _refuse_module(what: str, value: Any) -> None:
+    """Refuse a value that is a module with tensors, or a container that holds one.
+
+    `what` begins the message: the code, and how it leads to the value.
+    """
     parts: Iterable[Any] = [value]
     if isinstance(value, dict):
         parts = [*value.values()]
     elif isinstance(value, (list, tuple, set)):
         parts = [*value]
-    for held in parts:
-        if not isinstance(held, torch.nn.Module):
+    for part in parts:
+        if not isinstance(part, torch.nn.Module):
             continue
-        if next(chain(held.parameters(), held.buffers()), None) is not None:
-            msg = f"{what}, which holds a {type(held).__name__}: {_CURE}"
+        first_tensor = next(chain(part.parameters(), part.buffers()), None)
+        if first_tensor is not None:
+            msg = f"{what}, which holds a {type(part).__name__}: {_CURE}"
             raise ReplicaError(msg)
 
 
 def _read_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the globals that a function reads: containers, modules, and functions of users."""
     for code in _walk_code(function.__code__):
-        named = {name: function.__globals__.get(name) for name in code.co_names}
-        found = {name: value for name, value in named.items() if _is_followed(value)}
+        values = {name: function.__globals__.get(name) for name in code.co_names}
+        found = {name: value for name, value in values.items() if _is_followed(value)}
         if not found:
-            continue  # most code, which is not disassembled
+            continue  # so most code is not disassembled, which takes long
         # Names of attributes are among co_names too
         for name in found.keys() & _find_loaded_globals(code):
             yield name, found[name]
@@ -217,7 +225,7 @@ def _walk_code(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def _unwrap_functions(value: Any) -> list[types.FunctionType]:
     """Return the functions behind an entry of a class, such as a method or a property."""
-    found = [getattr(value, "__func__", value)]
+    found = [getattr(value, "__func__", value)]  # of a static method, or a class method
     if isinstance(value, property):
         found = [value.fget, value.fset]
     elif isinstance(value, (cached_property, partialmethod)):
@@ -225,33 +233,42 @@ def _unwrap_functions(value: Any) -> list[types.FunctionType]:
     return [each for each in found if isinstance(each, types.FunctionType)]
 
 
+class _Folders(NamedTuple):
+    """The folders of parawrap, of the standard library, and of installed packages."""
+
+    parawrap: Path
+    standard: set[Path]
+    installed: set[Path]
+
+
 @cache
-def _folders_of_libraries() -> tuple[Path, tuple[Path, ...], tuple[Path, ...]]:
-    """Return the folders of parawrap, of the standard library, and of installed packages."""
+def _find_folders() -> _Folders:
     paths = sysconfig.get_paths()
     standard = {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib")}
     installed = {Path(paths[name]).resolve() for name in ("purelib", "platlib")}
     installed.add(Path(torch.__file__).resolve().parents[1])
-    return Path(__file__).resolve().parents[1], tuple(standard), tuple(installed)
+    return _Folders(Path(__file__).resolve().parents[1], standard, installed)
 
 
 @cache
 def _is_library_file(file: str) -> bool:
     """True for a file of the standard library, of parawrap, or of a listed package."""
     path = Path(file).resolve()
-    parawrap, standard, installed = _folders_of_libraries()
-    if path.is_relative_to(parawrap):
+    folders = _find_folders()
+    if path.is_relative_to(folders.parawrap):
         return True
-    for folder in installed:
+    # Before the standard library, whose folder may hold that of the installed packages
+    for folder in folders.installed:
         if path.is_relative_to(folder):
-            return path.relative_to(folder).parts[0].removesuffix(".py") in _LIBRARIES
-    return any(map(path.is_relative_to, standard))
+            package = path.relative_to(folder).parts[0]
+            return package.removesuffix(".py") in _LIBRARIES
+    return any(map(path.is_relative_to, folders.standard))
 
 
 def _is_of_library(name: str | None) -> bool:
-    """True for a module of a library.
+    """True if the Python module of this name belongs to a library.
 
-    A file of the user's with the name of a library is not one: the path decides.
+    The path of its file decides, since a file of the user's may have the name of a library.
     """
     if name == "__main__":
         return False
