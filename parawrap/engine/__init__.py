@@ -54,7 +54,7 @@ cure           | the options that an error names, with which the refused call ru
 home, away     | the device of the model, and others: lanes there have copies of its parameters
 turns          | one thread runs parts one after another: gradients or random numbers need an order
 generation     | the number of refreshes that found the model changed; a whole call needs its own
-quiet          | forward writes nothing, so looks for its writes are left out (`edition.py`)
+quiet          | forward writes nothing, so looks for its writes are left out (`possible_writes.py`)
 dirty          | a call may have left something in a replica, which is put back before the next one
 lent, loan     | the copies that a lane has of the caller's arguments, as they were before forward
 moment, mark   | the position of the caller on streams when it made a call (`device_streams.py`)
@@ -113,9 +113,9 @@ When the code of a file runs:
   `lent_containers.py`, `join_by_place.py`, `output_handover.py`,
   `device_streams.py`. Whole calls have `session.py`, `streams.py`, and `whole_call.py`.
 - For each new structure of arguments: `in_dims.py`, `shard_sizes.py`.
-- When replicas are made or refreshed: `replicas.py`, `replica.py`, `survey.py`, `edition.py`,
-  `called_code.py`, `copy_target.py`, `copy_checks.py`, `places.py`, `parameter_copies.py`,
-  `refused_models.py`.
+- When replicas are made or refreshed: `replicas.py`, `replica.py`, `survey.py`,
+  `possible_writes.py`, `called_code.py`, `copy_target.py`, `copy_checks.py`, `places.py`,
+  `parameter_copies.py`, `refused_models.py`.
 - When a lane fails, or a call or an output is refused: `lane_errors.py`, `cut_errors.py`,
   `join_errors.py`, `join_trials.py`, `output_place.py`.
 
@@ -151,8 +151,6 @@ cut_errors.py       | errors of calls that cannot be cut,  | engine/test_cut_err
                     | with the `in_dims` that settle them  | api/parallel/test_cures_of_calls.py
 device_streams.py   | streams of a lane, and the order of  | devices/test_lane_streams.py
                     | its work and the caller's            | cuda/test_memory.py
-edition.py          | facts that hold until the structure  | api/parallel/test_state.py
-                    | or a training flag changes           | api/parallel/test_modes.py
 fingerprint.py      | the weights and options of a target  | api/parallel/test_resume.py
                     | as a text, equal in every process    |
 flat_call.py        | a call taken apart: the row count or | api/parallel/test_cutting.py
@@ -202,6 +200,8 @@ placed_call.py      | calls with other arguments than      | api/parallel/test_j
                     | lanes place, and the way back        | devices/test_parallel.py
 places.py           | containers of a model: where they    | api/parallel/test_freshness.py
                     | are, how they are read and written   |
+possible_writes.py  | what forward may write, by modules   | api/parallel/test_state.py
+                    | and training flags                   | api/parallel/test_modes.py
 refused_models.py   | models that get no replicas          | devices/test_replica_set.py
                     |                                      | cuda/test_graphs.py
 replica.py          | one replica: its tensors, what it    | api/parallel/test_output_handover.py

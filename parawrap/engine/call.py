@@ -298,17 +298,17 @@ class Calls:
         used = state.replicas[: len(sizes)]
         grad = torch.is_grad_enabled()
 
-        # Look: may forward write, and what would show it? A quiet model (`edition.py`) writes
+        # Look: may forward write, and what would show it? A quiet model (`possible_writes.py`) writes
         # nothing, unless an argument or a hook brings other code
         only_tensors = flat.on_cpu or TENSORS.issuperset(map(type, flat.leaves))
         brings_code = any(global_hooks) or not only_tensors
-        may_write = brings_code or not state.edition.is_quiet
+        may_write = brings_code or not state.possible_writes.is_quiet
         # Lanes share parameters and whole arguments, so no lane may write them
         versions = [*map(version_of, state.params)]
         versions_of_whole = plan.read_versions(flat) if None in plan.dims else []
         turns = self._decide_turns(flat.leaves, only_tensors) if lanes.count > 1 else None
         probe = None
-        if plan not in state.edition.probed:
+        if plan not in state.possible_writes.watched_plans:
             probe = Probe(self, plan, may_write, turns)
 
         # Scatter
@@ -522,7 +522,7 @@ class Calls:
         finally:
             here.lane = None
             if getattr(self.target, "training", False):
-                self.replicas.suspect_buffers()
+                self.replicas.doubt_buffers()
         with self._counting:
             self.plain_calls += 1
         return output if self.rules.keep_single else join([output], ONE_SHARD, self.rules)
@@ -609,7 +609,7 @@ class Probe:
         state = calls.replicas.state
         self._calls = calls
         self._plan = plan
-        self._probed = state.edition.probed
+        self._probed = state.possible_writes.watched_plans
         self._contents: list[Any] | None = None
         # It sums each parameter, which takes time. So only the first plan gets this look, unless
         # code of the model can write a parameter without a new version

@@ -1,10 +1,9 @@
 """Checks that no other thread disturbed a copy of the model.
 
-A copy that failed may succeed once more (`was_disturbed`). A copy that succeeded is compared with
-the model's snapshot (`set_plain_values`): while `copy.deepcopy` ran, another thread may have
-registered a hook, or set an attribute, and taken that back before the model was looked at again. No
-look at the model shows that. And a loop over a dict that gets and loses an entry may leave out
-others.
+A copy that failed may succeed if it is repeated (`was_disturbed`). A copy that succeeded is
+compared with the model's snapshot (`set_plain_values`): while `copy.deepcopy` ran, another thread
+may have registered a hook, or set an attribute, and removed it again. The copy may have it, and the
+model no longer shows it. Such a change may also hide other entries from the loop that copies them.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ from parawrap.engine.model_state import Container, Snapshot
 from parawrap.engine.places import ALWAYS_NEW, SIMPLE, has_own_rules
 from parawrap.tree import ABSENT
 
-# Copies after an error and without a sign of a change; a guess that no test has contradicted: more
-# changes leave a sign
+# Copies that may fail by Python's error, although the snapshot shows no change of the model; a
+# guess that no test has contradicted: a thread that goes on also leaves a change
 _MOST_UNCHANGED = 2
 _DICTS = (dict, OrderedDict)
-# Copies of these have the entries in the same order. A set has no order, and a cell is filled later
+# Copies of these have the entries in the same order. A set has no order. A cell gets its contents
+# after the copy
 _IN_ORDER = ALWAYS_NEW - {set, types.CellType}
 
 Key = tuple[int, str]
@@ -34,22 +34,23 @@ Key = tuple[int, str]
 def was_disturbed(error: Exception, snapshot: Snapshot | None, copies: int) -> bool:
     """True if a copy may have failed because another thread changed the model meanwhile.
 
-    `snapshot` is that of the model before the copy, and `copies` how many were tried.
+    `snapshot` is that of the model before the copy; None if the model could not be read. `copies`
+    is the number of copies so far, with this one.
     """
     if snapshot is not None and not snapshot.is_same():
         return True
-    # A change may also have come and gone. Python's error about a dict that changes under a loop is
-    # a plain RuntimeError
+    # The other thread may also have taken its change back. Python raises a RuntimeError itself, and
+    # none of its subclasses, if a dict changes during a loop
     cause = error.__cause__ or error
     return type(cause) is RuntimeError and copies <= _MOST_UNCHANGED
 
 
 class PlainPart(NamedTuple):
-    """A container that the model and its copies hold alike.
+    """The entries of one container of the model that each copy must have too.
 
     Attributes:
         key: The key of its place.
-        held: What the model's holds, as far as copies must have it.
+        held: The entries: a dict for a dict, a list for all others.
         may_have_more: True if copies may hold further entries.
     """
 
@@ -59,9 +60,9 @@ class PlainPart(NamedTuple):
 
 
 def read_plain_parts(model: Snapshot, left_out: Collection[Key]) -> list[PlainPart]:
-    """Return what each copy of the model must hold too, without the places of these keys.
+    """Return the entries of a model that each copy must have too.
 
-    Parts of classes that say how they are copied are left out.
+    Leave out the places of the given keys, and objects of classes with their own rules for copies.
     """
     found: list[PlainPart] = []
     rules: dict[type, bool] = {}  # not a cache of the process: it would keep classes alive
@@ -73,10 +74,11 @@ def read_plain_parts(model: Snapshot, left_out: Collection[Key]) -> list[PlainPa
             continue
         names = _find_uncopied_names(container)
         if names:
-            held = {name: part for name, part in container.before.items() if name not in names}
+            entries = container.expected.items()
+            held = {name: part for name, part in entries if name not in names}
             found.append(PlainPart(key, held, may_have_more=True))
         elif _has_order(container):
-            found.append(PlainPart(key, container.before))
+            found.append(PlainPart(key, container.expected))
     return found
 
 
@@ -84,9 +86,10 @@ def _find_uncopied_names(container: Container) -> set[str]:
     """Return the attributes that copies do not get: the stubs of a block, and compiled code."""
     if container.place.kind != "vars":
         return set()
-    names: set[str] = {COMPILED_CALL} & container.before.keys()
-    if hasattr(container.own, "names_of_stubs"):  # the view of a block's own module
-        names.update(container.own.names_of_stubs(), {COMPILED_CALL})
+    names: set[str] = {COMPILED_CALL} & container.expected.keys()
+    if hasattr(container.live, "names_of_stubs"):  # the `PlainView` of a block's own module
+        # With this name, also if the view hides the entry
+        names.update(container.live.names_of_stubs(), {COMPILED_CALL})
     return names
 
 
@@ -94,8 +97,8 @@ def _has_order(container: Container) -> bool:
     """True if copies hold the same entries in the same order."""
     if type(container.owner) in _IN_ORDER:
         return True
-    # A class of the user's may order its items itself, but not its attributes
-    return container.place.kind != "items" and type(container.own) in _DICTS
+    # A dict of the user's class may order its items itself, but an object not its attributes
+    return container.place.kind != "items" and type(container.live) in _DICTS
 
 
 def set_plain_values(
@@ -103,39 +106,40 @@ def set_plain_values(
 ) -> Key | None:
     """Set numbers, flags, and texts of a new replica to those of the model.
 
-    `copy_of` takes the id of a part of the model, and the part, and returns its copy, or the part
-    if lanes share it.
+    `copy_of` takes the id of an object of the model, and the object. It returns the copy in the
+    replica, or the object if lanes share it.
 
-    Return the key of a place that holds something else; None if there is none.
+    Return the key of the first place that holds another object; None if there is no such place.
     """
     has_set_values = False
     for part in parts:
-        mine = replica.containers.get(part.key)
-        if mine is None:  # of an object that all lanes use
+        container = replica.containers.get(part.key)
+        if container is None:  # lanes share its owner
             continue
-        held, before = part.held, mine.before
+        held, now = part.held, container.expected
         if part.may_have_more:
-            before = {name: before.get(name, ABSENT) for name in held}
-        if len(before) != len(held):
+            now = {name: now.get(name, ABSENT) for name in held}
+        if len(now) != len(held):
             return part.key
-        # The keys of hooks are numbers. Other keys may be copies, which equal nothing
-        if mine.place.kind in HOOK_TABLES and [*before] != [*held]:
+        # Each copy of a table has the numbers of hooks as keys. Keys of other dicts may be copies,
+        # which equal no key of the model
+        if container.place.kind in HOOK_TABLES and [*now] != [*held]:
             return part.key
+
         is_dict = isinstance(held, dict)
-        values = [*held.values()] if is_dict else held
-        now = before.values() if is_dict else before
-        expected = [*map(copy_of, map(id, values), values)]
-        if all(map(is_, now, expected)):
+        originals = [*held.values()] if is_dict else held
+        copies = [*map(copy_of, map(id, originals), originals)]
+        if all(map(is_, now.values() if is_dict else now, copies)):
             continue
-        if not is_dict or before.keys() != held.keys():
+        if not is_dict or now.keys() != held.keys():
             return part.key
-        for name, value in zip(held, expected, strict=True):
-            if before[name] is value:
+        for name, value in zip(held, copies, strict=True):
+            if now[name] is value:
                 continue
-            if type(value) not in SIMPLE or type(before[name]) not in SIMPLE:
+            if type(value) not in SIMPLE or type(now[name]) not in SIMPLE:
                 return part.key
-            dict.__setitem__(mine.own, name, value)
-            mine.before[name] = value
+            dict.__setitem__(container.live, name, value)
+            container.expected[name] = value
             has_set_values = True
     if has_set_values:
         replica.note()

@@ -1,8 +1,9 @@
 """Copy a target for one lane: `copy.deepcopy` with a seeded memo.
 
-The memo has what the lane uses in the place of each tensor and of each shared object. Closures,
-compiled modules, dicts that are their own ``__dict__``, and TorchScript modules are copied around
-deepcopy, which would take them apart wrongly.
+The memo maps the id of an original to the object that the lane uses in its place. It is seeded with
+the lane's tensors and with the objects that all lanes share. deepcopy would not copy closures,
+compiled modules, dicts that are their own ``__dict__``, and TorchScript modules rightly. So the
+functions below copy them.
 """
 
 from __future__ import annotations
@@ -44,33 +45,33 @@ def copy_target(
         ReplicaError: If a part cannot be copied.
     """
     copier = _Copier(survey, memo)
-    of_scripts = copier.copy_scripts(device)
+    tensors_of_scripts = copier.copy_scripts(device)
     copier.copy_parts()
     for module, name in survey.left_out:
         # Copies of a module leave this attribute out. Forward may read it, so lanes share it
-        of_copy = vars(memo[id(module)])
-        if of_copy.get(name) is None:
-            of_copy[name] = vars(module).get(name)
-    known = set(map(id, memo.values()))
+        entries = vars(memo[id(module)])
+        if entries.get(name) is None:
+            entries[name] = vars(module).get(name)
+    ids_of_copies = set(map(id, memo.values()))
     for module in survey.modules:
-        copier.check_module(module, known)
-    return of_scripts
+        copier.finish_module(module, ids_of_copies)
+    return tensors_of_scripts
 
 
 def find_parts_of_process(survey: Survey, memo: dict[int, Any]) -> set[int]:
-    """Return the ids of the parts with copies that belong to the process.
+    """Return the ids of the parts whose copies belong to the process, not to the replica.
 
-    A registry or a cache holds such a copy too, and so a second copy is the same object. Only
-    classes that say how they are copied can do that.
+    Such a copy comes from a registry or a cache of its class, so a second copy is the same object.
+    Only classes with their own rules for copies can do that.
     """
     found = set()
-    # Others need no look: nothing but a container is written, emptied, or put back
+    # The replica writes, empties, and puts back nothing but containers
     owners = {id(place.owner): place.owner for place in survey.places}
     for key, owner in owners.items():
         copied = memo.get(key)
         if copied is None or copied is owner or not has_rules_for_copies(type(owner)):
             continue
-        # Without its own entry, the owner is copied once more; its parts have copies already
+        # Without its entry in the memo, deepcopy copies the owner again, and none of its parts
         del memo[key]
         try:
             if copy.deepcopy(owner, memo) is copied:
@@ -94,11 +95,11 @@ class _Copier:
     def copy_parts(self) -> None:
         """Enter a copy of each part of the target into the memo."""
         survey, memo = self.survey, self.memo
-        # `copy.deepcopy` would take these parts apart wrongly. Each gets an empty copy first, to
-        # which the copies around it refer, and which is filled once all parts exist
-        twins = self._without_copies(survey.twins)
-        for function in twins:
-            memo[id(function)] = self._make_twin(function)
+        # First, an empty copy of each part that deepcopy would not copy rightly. deepcopy finds it
+        # in the memo, and puts it into the copies of the objects around the part
+        closures = self._without_copies(survey.closures)
+        for function in closures:
+            memo[id(function)] = self._make_closure(function)
         compiled = self._without_copies(filter(is_compiled_module, survey.modules))
         for module in compiled:
             memo[id(module)] = object.__new__(type(module))
@@ -106,15 +107,17 @@ class _Copier:
         for value in namespaces:
             memo[id(value)] = dict.__new__(type(value))
         try:
-            # The deepest first, so that depth costs no recursion
+            # The deepest modules first: their copies are in the memo when the module around them is
+            # copied, so a deep model needs no deep recursion
             for module in reversed(survey.modules):
                 copy.deepcopy(module, memo)
             copy.deepcopy(survey.target, memo)
+            # All other parts have copies now, so the empty copies can be filled
             for module in compiled:
                 inner = copy.deepcopy(compiled_original(module), memo)
                 recompile_copy(memo[id(module)], module, inner)
-            for function in twins:
-                self._fill_twin(function, memo[id(function)])
+            for function in closures:
+                self._fill_closure(function, memo[id(function)])
             for value in namespaces:
                 self._fill_namespace(value, memo[id(value)])
         except ReplicaError:
@@ -123,7 +126,7 @@ class _Copier:
             raise self._name_uncopied_part(error) from error
 
     def _without_copies(self, parts: Iterable[T]) -> list[T]:
-        """Return the parts that have no copy yet: `known` may have some."""
+        """Return the parts that have no copy yet. The seeded memo may have copies of some."""
         return [part for part in parts if id(part) not in self.memo]
 
     def copy_scripts(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -131,20 +134,21 @@ class _Copier:
 
         Lanes on their device share them: they have no state in Python.
         """
-        survey = self.survey
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if not survey.scripts or all(self.of(each) is each for each in survey.params):
+        scripts, params = self.survey.scripts, self.survey.params
+        if not scripts or all(self.of(each) is each for each in params):
             return pairs
         # A submodule is copied with the module around it
         inner: set[int] = set()
-        for script in survey.scripts:
+        for script in scripts:
             inner.update(id(child) for child in script.modules() if child is not script)
-        for script in survey.scripts:
+        for script in scripts:
             if id(script) in inner:
                 continue
-            if torch.is_grad_enabled() and any(each.requires_grad for each in script.parameters()):
+            learns = any(each.requires_grad for each in script.parameters())
+            if torch.is_grad_enabled() and learns:
                 msg = (
-                    f"no replica of {survey.path_of(script)!r} can be made on {device}: "
+                    f"no replica of {self.survey.path_of(script)!r} can be made on {device}: "
                     "gradients do not flow through the copy of a TorchScript module. For "
                     "inference, call it in torch.no_grad(). To train, use the module that it was "
                     "made from, or lanes on the device of the model alone"
@@ -157,79 +161,82 @@ class _Copier:
             pairs += zip(originals, copies, strict=True)
         return pairs
 
-    def _make_twin(self, function: types.FunctionType) -> types.FunctionType:
+    def _make_closure(self, function: types.FunctionType) -> types.FunctionType:
         """Make the lane's own function for one that captures parts of the model.
 
-        Its cells are filled once all parts have copies.
+        Its new cells are empty, until `_fill_closure` fills them.
         """
-        for cell in function.__closure__ or ():
+        cells = function.__closure__ or ()
+        for cell in cells:
             if self._is_part(read_slot(cell)):
                 self.memo.setdefault(id(cell), types.CellType())
-        closure = tuple(map(self.of, function.__closure__ or ()))
+        closure = tuple(map(self.of, cells))
         code, name = function.__code__, function.__name__
         return types.FunctionType(code, function.__globals__, name, closure=closure)
 
-    def _fill_twin(self, function: types.FunctionType, twin: types.FunctionType) -> None:
-        for cell, own in zip(function.__closure__ or (), twin.__closure__ or (), strict=True):
-            if own is not cell:  # a cell without a part of the model is shared
-                own.cell_contents = self._copy_part(cell.cell_contents)
+    def _fill_closure(self, function: types.FunctionType, copied: types.FunctionType) -> None:
+        """Give the lane's own function all that the original has besides its code."""
+        cells = zip(function.__closure__ or (), copied.__closure__ or (), strict=True)
+        for original, cell in cells:
+            if cell is not original:  # lanes share a cell without a part of the model
+                cell.cell_contents = self._copy_part(original.cell_contents)
         if function.__defaults__:
-            twin.__defaults__ = tuple(map(self._copy_part, function.__defaults__))
+            copied.__defaults__ = tuple(map(self._copy_part, function.__defaults__))
         if function.__kwdefaults__:
-            defaults = function.__kwdefaults__.items()
-            twin.__kwdefaults__ = {name: self._copy_part(part) for name, part in defaults}
-        twin.__qualname__ = function.__qualname__
-        twin.__module__ = function.__module__
-        twin.__doc__ = function.__doc__
-        twin.__annotations__ = function.__annotations__
-        vars(twin).update({name: self._copy_part(part) for name, part in vars(function).items()})
-        # Again into each container: Python 3.14 copies functions without a look at the memo
+            copied.__kwdefaults__ = self._copy_entries(function.__kwdefaults__)
+        copied.__qualname__ = function.__qualname__
+        copied.__module__ = function.__module__
+        copied.__doc__ = function.__doc__
+        copied.__annotations__ = function.__annotations__
+        vars(copied).update(self._copy_entries(vars(function)))
+        # Again into each container: deepcopy of Python 3.14 does not look for functions in the memo
         for holder in self.survey.holders.get(id(function), ()):
             if holder is None:
                 continue
             owner = self.of(holder.place.owner)
-            if owner is not holder.place.owner:  # one that lanes share keeps the original
-                holder.place.container(owner)[holder.key] = twin
+            if owner is not holder.place.owner:  # an owner that lanes share keeps the original
+                holder.place.container(owner)[holder.key] = copied
 
     def _is_part(self, value: Any) -> bool:
-        """True if the target leads to a value that a function holds, or to its object."""
-        return id(owner_of(value)) in self.survey.owned
+        """True if the target leads to a captured value, or to the object of a captured method."""
+        return id(owner_of(value)) in self.survey.objects
 
     def _copy_part(self, value: Any) -> Any:
-        """Return the copy of a value that a function holds, or the value if lanes share it."""
+        """Return the copy of a captured value, or the value if lanes share it."""
         if id(value) in self.memo or not self._is_part(value):
             return self.of(value)
         return copy.deepcopy(value, self.memo)
 
+    def _copy_entries(self, captured: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._copy_part(value) for name, value in captured.items()}
+
     def _fill_namespace(self, value: Any, copied: Any) -> None:
-        """Fill the copy of a dict that deepcopy would take apart wrongly.
+        """Fill the copy of a dict that deepcopy would not copy rightly.
 
         Such a dict is its own ``__dict__``, or has a ``__getattr__`` that raises KeyError.
         """
         entries = {key: copy.deepcopy(part, self.memo) for key, part in [*dict.items(value)]}
         dict.update(copied, entries)
-        own = vars_of(value)
-        if own is value:
+        attributes = vars_of(value)
+        if attributes is value:
             object.__setattr__(copied, "__dict__", copied)
-        elif own:
-            vars(copied).update(copy.deepcopy(own, self.memo))
+        elif attributes:
+            vars(copied).update(copy.deepcopy(attributes, self.memo))
 
     def _name_uncopied_part(self, error: Exception) -> ReplicaError:
         """Return the error that names the part that deepcopy cannot copy."""
-        # Before the search below, which would fail in the same way for any part
+        # The search below would fail in the same way for each part
         if isinstance(error, RecursionError):
             msg = (
                 "the model is nested too deeply to be copied. Raise the limit with "
                 "sys.setrecursionlimit"
             )
             return ReplicaError(msg)
-        instances = [
-            place.owner
-            for place in self.survey.places
-            if not isinstance(place.owner, torch.nn.Module)
-        ]
-        for value in [*self.survey.opaque, *reversed(instances)]:  # the innermost first
+        owners = [place.owner for place in reversed(self.survey.places)]  # the innermost first
+        instances = [owner for owner in owners if not isinstance(owner, torch.nn.Module)]
+        for value in [*self.survey.opaque, *instances]:
             try:
+                # A copy of the memo: the search must leave no copies in it
                 copy.deepcopy(value, dict(self.memo))
             except Exception:  # noqa: BLE001  # code of the user's
                 msg = (
@@ -241,8 +248,13 @@ class _Copier:
         msg = f"no replica can be made: copy.deepcopy raises {type(error).__name__}: {error}"
         return ReplicaError(msg)
 
-    def check_module(self, module: torch.nn.Module, known: set[int]) -> None:
-        """Refuse a module that its ``__deepcopy__`` shares, and parts that this made."""
+    def finish_module(self, module: torch.nn.Module, ids_of_copies: set[int]) -> None:
+        """Remove the original's compiled code from the copy of a module, and check the copy.
+
+        Raises:
+            ReplicaError: If the copy is the module itself, or holds other parts than the lane's
+                copies. Then a class of the user's has a ``__deepcopy__``, or the like.
+        """
         copied = self.of(module)
         path = self.survey.paths[id(module)]
         name_of_module = repr(path) if path else "the module"
@@ -253,23 +265,24 @@ class _Copier:
         # A compiled module has no parts but the module in it, which has its own check
         if not isinstance(copied, torch.nn.Module) or is_compiled_module(module):
             return
-        if vars(copied).get(COMPILED_CALL) is not None:
-            vars(copied)[COMPILED_CALL] = None  # compiled code of the original
+        entries = vars(copied)
+        if entries.get(COMPILED_CALL) is not None:
+            entries[COMPILED_CALL] = None
         for table, kind in ((CHILDREN, "submodule"), (PARAMETERS, "parameter")):
-            for name, part in vars(copied)[table].items():
-                if part is None or id(part) in known:
+            for name, part in entries[table].items():
+                if part is None or id(part) in ids_of_copies:
                     continue
-                is_original = id(part) in self.survey.owned
-                if is_original or not _has_known_parameters(part, known):
+                is_original = id(part) in self.survey.objects
+                if is_original or not _has_only_copies(part, ids_of_copies):
                     msg = f"{what} has another {kind} {name!r}. {_CURE}"
                     raise ReplicaError(msg)
 
 
-def _has_known_parameters(part: Any, known: set[int]) -> bool:
-    """True for a module that a copy made, if all its parameters are the lane's.
+def _has_only_copies(part: Any, ids_of_copies: set[int]) -> bool:
+    """True for a module with parameters that are all the lane's copies.
 
-    Modules of e3nn make submodules from code in ``__setstate__``.
+    A ``__setstate__`` may make such a module, as those of e3nn do.
     """
-    return isinstance(part, torch.nn.Module) and all(
-        id(each) in known for each in part.parameters()
-    )
+    if not isinstance(part, torch.nn.Module):
+        return False
+    return ids_of_copies.issuperset(map(id, part.parameters()))

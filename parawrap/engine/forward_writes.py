@@ -1,4 +1,8 @@
-"""Writes of forward into the replicas: given back, put back with a warning, or refused."""
+"""Writes of forward into the replicas.
+
+A write is given back to the model, or the replica is restored with a warning, or the call is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,9 @@ from parawrap._private_names import (
 )
 from parawrap.backends import record_use, warn_caller
 from parawrap.engine.batched_copies import lasting
-from parawrap.engine.edition import Edition, is_written_unseen
 from parawrap.engine.model_state import Change
 from parawrap.engine.places import SIMPLE, Place
+from parawrap.engine.possible_writes import PossibleWrites, is_written_unseen
 from parawrap.engine.replica import Replica
 from parawrap.engine.survey import Survey
 from parawrap.errors import ReplicaError
@@ -31,36 +35,36 @@ from parawrap.tree import ABSENT
 
 
 class UnkeptWrites:
-    """The names of what forward wrote and the model does not get, each for one warning.
+    """The names of entries that forward wrote and the model does not get. Each has one warning.
 
-    Lanes add names, and the caller's thread warns: a warning of a lane would not point at the
-    user's line. Each operation on the two containers is one step, and both stay the same objects,
-    so no lock is needed: a name that comes while another thread warns waits for the next warning,
-    and of two threads that warn at the same time one gets each name.
+    Lanes add names, and the caller's thread warns: a warning in a lane would not point at the
+    user's line. No lock is needed, since each operation on the two containers is one step. A name
+    that a lane adds while a thread warns waits for the next warning. If two threads warn at the
+    same time, each name goes to one of them.
 
     Attributes:
-        waiting: The names without a warning yet.
+        waiting: The names without a warning yet, each by its part before the first key. A cache by
+            shape gets another key at each call, and one warning is enough.
     """
 
     def __init__(self) -> None:
-        # By the name without its key: a cache by shape gets another key at each call
         self.waiting: dict[str, str] = {}
         self._warned: set[str] = set()
 
     def add(self, names: Sequence[str]) -> None:
-        """Add names of entries."""
+        """Add names of entries, for the next warning."""
         for name in names:
-            stem = name.partition("[")[0]
-            if stem not in self._warned:
-                self.waiting.setdefault(stem, name)
+            attribute = name.partition("[")[0]
+            if attribute not in self._warned:
+                self.waiting.setdefault(attribute, name)
 
     def warn(self) -> None:
         """Warn of the names that were added since the last warning. For the caller's thread."""
         names = []
-        for stem in [*self.waiting]:
-            self._warned.add(stem)  # first: from here on, no lane adds the name again
-            name = self.waiting.pop(stem, None)
-            if name is not None:
+        for attribute in [*self.waiting]:
+            self._warned.add(attribute)  # first: from here on, no lane adds the name again
+            name = self.waiting.pop(attribute, None)
+            if name is not None:  # else another thread warns of it
                 names.append(name)
         if not names:
             return
@@ -73,13 +77,16 @@ class UnkeptWrites:
         )
 
 
-def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) -> list[str]:
-    """Judge what forward wrote in these replicas; return the names that the model does not get.
+def settle_writes(
+    possible_writes: PossibleWrites, used: Sequence[Replica], *, is_cut: bool
+) -> list[str]:
+    """Give back or refuse what forward wrote into the replicas of a call.
 
-    In evaluation mode nothing comes back to the model. In training mode, the buffers that lane 0 of
-    a cut call wrote in place do.
+    Return the names of the entries that forward wrote and the model does not get. In training mode,
+    the model gets the buffers that lane 0 of a cut call wrote in place. In evaluation mode, it gets
+    nothing.
 
-    This function puts nothing back into the replicas. A written replica has the flag `is_dirty`, or
+    This function does not restore the replicas. A written replica has the flag `is_dirty`, or
     buffers with other versions. So `ModelState.is_current` is False before the next cut call, and
     `Replicas.refresh` brings the replica to the model's state. Before a whole call,
     `Replicas.prepare` does so.
@@ -88,19 +95,19 @@ def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) ->
         ReplicaError: If lanes wrote different values into a buffer in evaluation mode, if a module
             in training wrote a buffer and an attribute, or if forward made a layer.
     """
-    survey = edition.survey
+    survey = possible_writes.survey
     names: dict[str, None] = {}  # a set that keeps the order
-    written_attributes = _settle_entries(edition, used, names)
+    written_attributes = _settle_entries(possible_writes, used, names)
+    gives_back = is_cut and possible_writes.trains
     written = _find_written(used)
-    gives_back = is_cut and edition.trains
     for index in sorted(written):
         tensor = survey.tensors[index]
-        name = survey.paths[id(tensor)]
         is_buffer = survey.is_buffer(tensor)
         if gives_back and is_buffer:
             if written_attributes:
                 _refuse_split_update(survey, tensor, written_attributes)
             continue
+        name = survey.paths[id(tensor)]
         names[name] = None
         if is_cut and is_buffer:
             _refuse_different(name, [replica.tensors[index] for replica in used])
@@ -111,26 +118,26 @@ def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) ->
 
 
 def _settle_entries(
-    edition: Edition, used: Sequence[Replica], names: dict[str, None]
+    possible_writes: PossibleWrites, used: Sequence[Replica], names: dict[str, None]
 ) -> dict[str, str]:
-    """Judge entries of containers that forward replaced; add those that the model does not get.
+    """Refuse entries of containers that forward must not write, and add the others to `names`.
 
-    Return the name of the last attribute that was written in each module, by the module's path.
+    Return the name of the last attribute that forward wrote in each module, by the module's path.
     """
     written_attributes: dict[str, str] = {}
     for replica in used:
-        if not replica.is_dirty:  # a look after the call has found nothing
+        if not replica.is_dirty:  # its snapshot was the same after the call
             continue
         for change in replica.snapshot.list_changes():
             place, key = change.place, change.key
             if place.kind in HOOK_TABLES:
-                # Such as those of transformers for `output_hidden_states`. They are put back, and
-                # the model loses nothing
+                # Such as the hooks of transformers for `output_hidden_states`. The replica loses
+                # them when it is restored, and the model has no use for them
                 continue
             name = place.name(key)
             _refuse_layers(change, name, replica)
             if place.kind == BUFFERS:
-                if not edition.trains:
+                if not possible_writes.trains:
                     _refuse_different(name, [each.snapshot.read(place).get(key) for each in used])
                 names[name] = None
             elif _is_real_change(change.before, change.now) and not _is_computed(place, key):
@@ -141,14 +148,13 @@ def _settle_entries(
 
 def _refuse_layers(change: Change, name: str, replica: Replica) -> None:
     """Refuse layers and parameters that forward made or replaced."""
-    known: set[int] = set()
     parts = [change.now]
-    if change.key is None:  # a whole list, and some of its items may have been in it before
-        known = set(map(id, change.before))
-        parts = change.now
+    if change.key is None:  # of a whole list, the new items
+        ids_before = set(map(id, change.before))
+        parts = [part for part in change.now if id(part) not in ids_before]
     for part in parts:
         is_layer = isinstance(part, (torch.nn.Module, torch.nn.Parameter))
-        if is_layer and id(part) not in known and replica.original_of(part) is None:
+        if is_layer and replica.original_of(part) is None:
             msg = (
                 f"forward makes {name!r}, and each lane made its own, which learns nothing. Make "
                 "it before the block, for instance by a call of the model"
@@ -160,11 +166,11 @@ def _refuse_layers(change: Change, name: str, replica: Replica) -> None:
 
 
 def _find_written(used: Sequence[Replica]) -> set[int]:
-    """Return the indices of the tensors that lanes wrote in place."""
+    """Return the indices of the tensors of replicas that lanes wrote in place."""
     found: set[int] = set()
     for replica in used:
         ids = replica.find_written()
-        if not ids:  # the usual case: no look at each tensor
+        if not ids:
             continue
         for index, tensor in enumerate(replica.tensors):
             if id(tensor) in ids:
@@ -173,7 +179,10 @@ def _find_written(used: Sequence[Replica]) -> set[int]:
 
 
 def _refuse_split_update(survey: Survey, tensor: torch.Tensor, attributes: dict[str, str]) -> None:
-    """Refuse a module that wrote a buffer, which comes back, and an attribute, which does not."""
+    """Refuse a module that wrote a buffer, which the model gets, and an attribute, which it loses.
+
+    `attributes` has the name of a written attribute by the path of its module.
+    """
     for place in survey.places_of(tensor):
         # The path of a table is that of its module
         if place.kind == BUFFERS and place.path in attributes:
@@ -187,8 +196,9 @@ def _refuse_split_update(survey: Survey, tensor: torch.Tensor, attributes: dict[
 
 
 def _refuse_different(name: str, values: Sequence[Any]) -> None:
-    """Refuse a buffer that lanes wrote differently in evaluation mode."""
-    if not all(_are_equal(values[0], other) for other in values[1:]):
+    """Refuse a buffer with other values in another lane, in evaluation mode. `values` has all."""
+    first, *others = values
+    if not all(_are_equal(first, other) for other in others):
         msg = (
             f"forward writes the buffer {name!r} in evaluation mode, and the lanes wrote different "
             "values. State per row belongs in the arguments and the output"
@@ -201,26 +211,29 @@ def _are_equal(one: Any, other: Any) -> bool:
         return one is other
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    # `torch.equal` takes two that are not a number for different values
+    # Not `torch.equal`, for which NaN differs from NaN
     return torch.allclose(one, other.to(one.device), 0, 0, equal_nan=True)
 
 
 def _give_back(survey: Survey, written: set[int], first: Replica) -> None:
-    """Copy the buffers that lane 0 wrote to the model, as `torch.nn.DataParallel` does."""
+    """Copy the buffers that lane 0 wrote into the model's, as `torch.nn.DataParallel` does.
+
+    `written` has the indices of the tensors with other versions.
+    """
     targets: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
     with lasting():
         for index, tensor in enumerate(survey.tensors):
-            is_seen = index in written
-            may_differ = is_seen or survey.writes_data or is_written_unseen(tensor)
+            has_other_version = index in written
+            may_differ = has_other_version or survey.writes_data or is_written_unseen(tensor)
             if not may_differ or not survey.is_buffer(tensor):
                 continue
             value = first.tensors[index]
             if value.device != tensor.device:  # the copy below reads it on the caller's stream
                 record_use([value])
             values.append(value)
-            # A write through `data` gives no new version, as the write in C++ gave none
-            targets.append(tensor if is_seen else tensor.data)
+            # If forward left the version alone, so must the copy: `data` has a version of its own
+            targets.append(tensor if has_other_version else tensor.data)
         if targets:
             copy_all(targets, values)
 
@@ -228,7 +241,7 @@ def _give_back(survey: Survey, written: set[int], first: Replica) -> None:
 def _is_computed(place: Place, key: Any) -> bool:
     """True for an attribute that torch computes from parameters at each call.
 
-    Hooks of the module do so, and RNNs for their flat weights.
+    Hooks of the module compute it, or an RNN, for its flat weights.
     """
     module = place.owner
     if place.kind != "vars" or not isinstance(module, torch.nn.Module):
@@ -259,10 +272,10 @@ def _is_real_change(before: Any, now: Any) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    """True for None, an entry that does not exist, zero, and an empty container."""
+    """True for ABSENT, None, zero, and an empty container."""
     if value is None or value is ABSENT:
         return True
-    # Not tensors and arrays, which are neither true nor false
+    # By class first: a tensor or an array is neither true nor false
     return isinstance(value, (*SIMPLE, Mapping, Sequence, set, frozenset)) and not value
 
 
@@ -295,9 +308,9 @@ def may_renormalize(survey: Survey, tensor: torch.Tensor) -> bool:
 
 
 def contents_of(tensor: torch.Tensor) -> Any:
-    """Return the memory, the flag ``requires_grad``, and a sum of a tensor.
+    """Return the address, the flag ``requires_grad``, and the sum of a tensor, to compare them.
 
-    They also show writes through ``.data``. None for a tensor without such memory.
+    They also show writes through ``.data``. None for a tensor without an address.
     """
     if tensor.layout is not torch.strided or tensor.is_meta:
         return None
@@ -308,5 +321,5 @@ def contents_of(tensor: torch.Tensor) -> Any:
     elif tensor.is_complex():
         dtype = torch.complex128
     total = tensor.detach().sum(dtype=dtype).item()
-    # As a text, because a sum that is not a number differs from itself
+    # As a text, because NaN differs from itself
     return tensor.data_ptr(), tensor.requires_grad, repr(total)

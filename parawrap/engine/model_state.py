@@ -1,22 +1,21 @@
 """The state of a model at its last refresh, and the one question: is the model still the same?
 
-Cut calls, streams, and workers call `ModelState.is_current` before each call. It looks at the
-containers of the model (`Snapshot`), and at what these do not show: writes of tensors, moves to
-other devices, and the caller's streams. After a call, the snapshot of each replica shows what
-forward wrote.
+Cut calls, streams, and workers call `ModelState.is_current` before each call. It compares the
+containers of the model (`Snapshot`), and three things that containers do not show: writes into
+tensors, moves to other devices, and the caller's streams. After a call, the snapshot of each
+replica shows what forward wrote.
 
 A snapshot compares identities, never values, in plain C loops: ``all(map(is_, ...))`` costs 15 ns
 per entry, a loop in Python ten times as much. The garbage collector could read the same entries
-faster, but on free-threaded Python it stops all threads. It looks at as little as shows every
-change:
+faster, but on free-threaded Python it stops all threads. A snapshot reads no more than this:
 
-looked at                          | shows
+read                               | shows
 ---------------------------------- | ---------------------------------------------------------
 entries of modules, by name        | another object at an attribute, or another table
 lengths of ``__dict__`` of modules | an attribute that was added
 values, keys, and lengths of other | another object, another order, another name, an entry
 containers                         | that moved from one container to the next
-classes of objects                 | ``obj.__class__ = ...``; of the model alone
+classes of objects                 | ``obj.__class__ = ...``; only in the model, not in replicas
 the process's count of hooks       | a hook in a table that had none; only then are all tables
                                    | of hooks read
 """
@@ -36,14 +35,14 @@ from torch.utils.hooks import RemovableHandle
 
 from parawrap._private_names import HOOK_TABLES, MODULE_ENTRIES, PARAMETERS, version_of
 from parawrap.backends import Stream, backend_of
-from parawrap.engine.edition import Edition
 from parawrap.engine.parameter_copies import NO_COPIES, ParameterCopies, Sources
 from parawrap.engine.places import ALWAYS_NEW, LISTS, TABLES, Place, read_items
+from parawrap.engine.possible_writes import PossibleWrites
 from parawrap.engine.survey import Survey, home_of_survey
 from parawrap.tree import ABSENT
 
-# An entry after all others that equals no value. `map` stops at the shorter of two sequences: with
-# this entry, a list that became longer or shorter differs nevertheless
+# The last of all compared values: no other object is this one. `map` stops at the shorter of two
+# sequences. Without this value, a list that lost or got an item at its end would compare as equal
 _END_OF_VALUES = (object(),)
 _dict_of = attrgetter("__dict__")
 _is_dirty = attrgetter("is_dirty")
@@ -62,7 +61,7 @@ def _make_getter(names: tuple[str, ...]) -> itemgetter[Any]:
 
 
 def _has_usual_length(container: Any) -> bool:
-    """False if the class of a container says itself how long it is, or whether it is true."""
+    """False if the class of a container has its own ``__len__`` or ``__bool__``."""
     cls = type(container)
     base = next(base for base in (dict, *LISTS) if issubclass(cls, base))
     return cls.__len__ is base.__len__ and not hasattr(cls, "__bool__")
@@ -71,24 +70,27 @@ def _has_usual_length(container: Any) -> bool:
 # Registrations of hooks
 
 
-_SETTLED_S = 1.0  # a thread that is not run for so long between two lines has other problems
-_UNSETTLED = -1  # no count of hooks
-_last_count = (_UNSETTLED, 0.0)
+# Longer than a thread takes from one line of torch to the next; a guess that no test has
+# contradicted
+_SETTLED_S = 1.0
+_UNSETTLED = -1  # equals no count of hooks
+_last_count = (_UNSETTLED, 0.0)  # a count of hooks, and the time when it was first read
 
 
 def read_settled_count() -> int:
-    """Return how many hooks were registered in this process; -1 if one may not be in its table yet.
+    """Return the number of hooks that this process has registered; -1 for about a second after one.
 
-    torch takes the next number, and then enters the hook into a table. Between the two, another
-    thread would find the new number, and the table without the hook.
+    torch first counts a hook, and then enters it into a table. Between the two steps, another
+    thread would read the new count, and a table without the hook.
     """
     global _last_count
-    count, since = _last_count  # one step, as the line that writes both
+    # The tuple is read and written in one step, so a count and its time belong together
+    count, first_read = _last_count
     now = monotonic()
     if count != RemovableHandle.next_id:
         _last_count = RemovableHandle.next_id, now
         return _UNSETTLED
-    return count if now - since > _SETTLED_S else _UNSETTLED
+    return count if now - first_read > _SETTLED_S else _UNSETTLED
 
 
 class Change(NamedTuple):
@@ -104,10 +106,10 @@ class Held(NamedTuple):
     """The contents that a snapshot compares.
 
     Attributes:
-        values: The objects in the containers, one after another. They are compared by identity.
+        values: The objects in all containers, one after another. They are compared by identity.
         lengths: The lengths of containers.
-        keys: The keys of dicts, one after another.
-        classes: The classes of objects.
+        keys: The keys of all dicts, one after another.
+        classes: The classes of the model's objects; empty for a replica.
     """
 
     values: list[Any]
@@ -121,12 +123,12 @@ class ModelChanges(NamedTuple):
 
     Attributes:
         entries: The entries that hold other objects.
-        mark: What the containers held just before the entries were read, so that a write of another
-            thread in between is another change. None if that could not be read.
+        held: What the containers held just before the entries were read; None if that could not be
+            read. If another thread writes in between, the next look finds a difference from it.
     """
 
     entries: Sequence[Change]
-    mark: Held | None
+    held: Held | None
 
 
 NO_CHANGES = ModelChanges((), None)
@@ -136,26 +138,26 @@ class Container:
     """A container, its owner, and the contents that it must have.
 
     Attributes:
-        own: The container itself.
-        before: These contents: a dict for a dict, a list for all others.
+        live: The container itself, which the model or a replica uses.
+        expected: A copy of these contents: a dict for a dict, a list for all others.
     """
 
-    __slots__ = ("before", "own", "owner", "place")
+    __slots__ = ("expected", "live", "owner", "place")
 
     def __init__(self, place: Place, owner: Any) -> None:
         self.place = place
         self.owner = owner
-        self.own = place.container(owner)
-        if isinstance(self.own, dict):
+        self.live = place.container(owner)
+        if isinstance(self.live, dict):
             # Other threads may write the model's containers. A list of the items is made in one
             # step, a dict of them is not
-            self.before: Any = dict([*dict.items(self.own)])
+            self.expected: Any = dict([*dict.items(self.live)])
         else:
-            self.before = read_items(self.own)
+            self.expected = read_items(self.live)
 
 
-class _Entered(NamedTuple):
-    """The contents of containers when they were entered, sorted as in `Snapshot`."""
+class _Contents(NamedTuple):
+    """The contents of containers, in the order of the lists of the same names in `Snapshot`."""
 
     modules: list[dict[str, Any]]
     instances: list[Iterable[Any]]
@@ -167,12 +169,14 @@ class _Entered(NamedTuple):
 class Snapshot:
     """What the containers of one model, or of one replica, held at one moment.
 
-    `copy_of` returns the copy of an owner of containers; None to leave the owner out. A look at the
-    model (`is_model`) sees everything. A look at a replica leaves out what forward does not do:
-    give a parameter another name, an object another class, or a module another table.
+    `copy_of` returns the replica's copy of an owner of containers; None to leave the owner out. A
+    snapshot of the model (`is_model`) shows every change. A snapshot of a replica does not show
+    changes that forward never makes: another name of a parameter, another class of an object, or
+    another table of a module.
 
-    Modules are most of a model, and torch makes most of their entries. These are left out: entries
-    are read by name. Hooks are the exception, and `RemovableHandle` counts them.
+    Most containers of a model are the ``__dict__`` of a module, and torch makes most entries of
+    these. So a snapshot reads only the other entries, by name. It reads tables of hooks that were
+    empty only if `RemovableHandle` has counted a hook since.
 
     Attributes:
         containers: The containers, by the keys of their places.
@@ -189,95 +193,99 @@ class Snapshot:
         self._is_model = is_model
         self._dicts: list[Container] = []
         self._lists: list[Container] = []
-        # Modules are read by name: a getter for entries, and one for tables of hooks
+        # Of each module: itself, a getter of its compared entries, and one of its tables of hooks
         self._modules: list[Any] = []
         self._getters: list[itemgetter[Any]] = []
         self._hook_getters: list[itemgetter[Any]] = []
-        # Other objects with a ``__dict__``, and the items of dicts and lists, are read whole
+        # Other objects with a ``__dict__``, of which all values are compared
         self._instances: list[Any] = []
+        # Views of the values of other dicts, and lists: all values are compared
         self._views: list[Iterable[Any]] = []
-        # These are compared by their keys, by their lengths, for being empty, or by their class
-        self._keyed: list[Iterable[Any]] = []
-        self._sized: list[Any] = []
-        self._empty: list[Any] = []
-        self._without_hooks: list[Any] = []  # tables that are read if the count of hooks changes
-        self._owners: list[Any] = []
-        self._last_hook = read_settled_count()  # first: a hook that comes meanwhile needs a look
-        entered = _Entered([], [], [], [], [])
+        self._keyed: list[Iterable[Any]] = []  # views of dicts with keys that are compared
+        self._sized: list[Any] = []  # containers with lengths that are compared
+        self._empty: list[Any] = []  # containers that must stay empty
+        self._without_hooks: list[Any] = []  # empty tables, read if the count of hooks changes
+        self._owners: list[Any] = []  # objects of the model with classes that are compared
+        # First: a hook that is registered from here on changes the count
+        self._last_hook = read_settled_count()
+        contents = _Contents([], [], [], [], [])
         for place in places:
             owner = copy_of(place.owner)
             if owner is not None:
-                self._enter(Container(place, owner), entered)
+                self._enter(Container(place, owner), contents)
         self._views.append(_END_OF_VALUES)
-        entered.views.append(_END_OF_VALUES)
-        # No second look at the containers: another thread may have written the model in between
-        self._held = self._collect(entered)
-        self._hooks = self._read_hooks(entered.modules)
+        contents.views.append(_END_OF_VALUES)
+        # From the contents that were read above. If the containers were read again, a write of
+        # another thread in between would stay unseen
+        self._held = self._collect(contents)
+        self._hooks = self._read_hooks(contents.modules)
 
-    def _enter(self, found: Container, entered: _Entered) -> None:
-        """Sort a container into the lists above, and its contents into those of `entered`."""
-        own, kind = found.own, found.place.kind
-        self.containers[found.place.key] = found
-        if not isinstance(own, dict):
-            self._lists.append(found)
-            self._enter_list(found, entered)
+    def _enter(self, container: Container, contents: _Contents) -> None:
+        """Enter a container into the lists above, and what it holds into those of `contents`."""
+        live, kind = container.live, container.place.kind
+        self.containers[container.place.key] = container
+        if not isinstance(live, dict):
+            self._lists.append(container)
+            self._enter_list(container, contents)
             return
-        self._dicts.append(found)
+        self._dicts.append(container)
         if kind == "vars" and self._is_model:
-            self._owners.append(found.owner)
+            self._owners.append(container.owner)
         # The ``__dict__`` of a block's own module is a `PlainView` with a `__getitem__` in Python.
         # So it is read whole, as those of other objects
-        if kind == "vars" and type(own) is dict and isinstance(found.owner, torch.nn.Module):
-            self._enter_module(found, entered)
-        elif found.before or not _has_usual_length(own):
-            self._enter_dict(found, entered)
+        if kind == "vars" and type(live) is dict and isinstance(container.owner, torch.nn.Module):
+            self._enter_module(container, contents)
+        elif container.expected or not _has_usual_length(live):
+            self._enter_dict(container, contents)
         elif kind in HOOK_TABLES:
-            self._without_hooks.append(own)
+            self._without_hooks.append(live)
         else:
-            self._empty.append(own)
+            self._empty.append(live)
 
-    def _enter_list(self, found: Container, entered: _Entered) -> None:
+    def _enter_list(self, container: Container, contents: _Contents) -> None:
+        live, expected = container.live, container.expected
         # Slots and cells always have the same length
-        shows_length = isinstance(found.own, LISTS) and _has_usual_length(found.own)
-        if shows_length and not found.before:
-            self._empty.append(found.own)
+        shows_length = isinstance(live, LISTS) and _has_usual_length(live)
+        if shows_length and not expected:
+            self._empty.append(live)
             return
-        self._views.append(found.own)
-        entered.views.append(found.before)
+        self._views.append(live)
+        contents.views.append(expected)
         if shows_length:
-            self._sized.append(found.own)
-            entered.sized.append(found.before)
+            self._sized.append(live)
+            contents.sized.append(expected)
 
-    def _enter_module(self, found: Container, entered: _Entered) -> None:
-        entries = found.before
+    def _enter_module(self, container: Container, contents: _Contents) -> None:
+        entries = container.expected
         names = [name for name in entries if name not in MODULE_ENTRIES]
         if self._is_model:  # forward gives no module another table
             names += [name for name in TABLES if name in entries]
             names += [name for name in HOOK_TABLES if entries.get(name)]
         hooks = sorted(HOOK_TABLES & entries.keys())
-        self._modules.append(found.owner)
-        entered.modules.append(entries)
+        self._modules.append(container.owner)
+        contents.modules.append(entries)
         self._getters.append(_make_getter(tuple(names)))
         self._hook_getters.append(_make_getter(tuple(hooks)))
 
-    def _enter_dict(self, found: Container, entered: _Entered) -> None:
-        own, before, kind = found.own, found.before, found.place.kind
+    def _enter_dict(self, container: Container, contents: _Contents) -> None:
+        live, expected, kind = container.live, container.expected, container.place.kind
         if kind == "vars":
-            self._instances.append(found.owner)
-            entered.instances.append(before.values())
+            self._instances.append(container.owner)
+            contents.instances.append(expected.values())
         else:
-            self._views.append(dict.values(own))
-            entered.views.append(before.values())
-        keys = dict.keys(own)  # with their own length, whatever the class of the dict says
+            self._views.append(dict.values(live))
+            contents.views.append(expected.values())
+        keys = dict.keys(live)  # past the methods of a subclass, also for the length
         is_table = kind in TABLES or kind in HOOK_TABLES
         if self._is_model or not is_table:  # forward gives no parameter another name
             self._keyed.append(keys)
-            entered.keyed.append(before)
+            contents.keyed.append(expected)
         if not is_table:
-            # An entry that moves from one container to the next leaves the order of all that is
-            # held. Tables need no length: what enters one comes last, after what was there
+            # All values are compared in one sequence. If an entry moves from the end of a container
+            # to the beginning of the next one, the sequence stays the same, but the lengths do not.
+            # Tables need no length: a new entry comes last in its table
             self._sized.append(keys)
-            entered.sized.append(before)
+            contents.sized.append(expected)
 
     # Is it the same?
 
@@ -285,8 +293,8 @@ class Snapshot:
         """True if the containers hold the very same objects."""
         values, lengths, keys, classes = self._held
         try:
-            # `_read_held` in place: each call runs this several times. Each ``__dict__`` is read
-            # from its owner, which may have got another one
+            # The same steps as `_read_held`, without its calls: this runs several times per call.
+            # Each ``__dict__`` is read from its owner, which may have got another one
             dicts = [*map(_dict_of, self._modules)]
             of_modules = map(_read_entries, self._getters, dicts)
             of_instances = map(dict.values, map(_dict_of, self._instances))
@@ -306,31 +314,35 @@ class Snapshot:
             return False
 
     def note(self) -> None:
-        """Note the objects that are held now."""
-        self._last_hook = read_settled_count()  # before the look: a later hook needs another one
+        """Accept the objects that the containers hold now, for `is_same`."""
+        # Before the containers are read: a hook that is registered from here on needs a look
+        self._last_hook = read_settled_count()
         self._held = self._read_held()
         self._hooks = self._read_hooks(map(_dict_of, self._modules))
 
     def _read_held(self) -> Held:
         dicts = [*map(_dict_of, self._modules)]
         instances: list[Iterable[Any]] = [*map(dict.values, map(_dict_of, self._instances))]
-        return self._collect(_Entered(dicts, instances, self._views, self._keyed, self._sized))
+        return self._collect(_Contents(dicts, instances, self._views, self._keyed, self._sized))
 
-    def _collect(self, found: _Entered) -> Held:
+    def _collect(self, contents: _Contents) -> Held:
         """Return what `is_same` compares, in its order."""
-        of_modules = map(_read_entries, self._getters, found.modules)
-        values = chain.from_iterable(chain(of_modules, found.instances, found.views))
-        lengths = [*map(len, found.modules), *map(len, found.sized)]
-        keys = chain.from_iterable(found.keyed)
+        of_modules = map(_read_entries, self._getters, contents.modules)
+        values = chain.from_iterable(chain(of_modules, contents.instances, contents.views))
+        lengths = [*map(len, contents.modules), *map(len, contents.sized)]
+        keys = chain.from_iterable(contents.keyed)
         return Held([*values], lengths, [*keys], [*map(type, self._owners)])
 
     def _has_same_hooks(self) -> bool:
-        """Look at all tables of hooks: some module of the process has got a hook."""
-        number = read_settled_count()  # before the look, as in `note`
+        """True if no table has got or lost a hook. If so, accept the process's new count of hooks.
+
+        Some module of the process has got a hook, perhaps one of another model.
+        """
+        count = read_settled_count()  # before the tables are read, as in `note`
         hooks = self._read_hooks(map(_dict_of, self._modules))
         if any(self._without_hooks) or not all(map(is_, hooks, self._hooks)):
             return False
-        self._last_hook = number
+        self._last_hook = count
         return True
 
     def _read_hooks(self, dicts: Iterable[dict[str, Any]]) -> list[Any]:
@@ -340,151 +352,157 @@ class Snapshot:
     # What changed?
 
     def read_changes(self) -> ModelChanges:
-        """Return the entries that differ from those that must be held, for `accept`."""
+        """Return the entries that differ from the expected ones, for `accept`."""
         try:
-            mark = self._read_held()
+            held = self._read_held()
         except (KeyError, RuntimeError):  # as in `is_same`: such changes cannot be accepted
-            mark = None
-        return ModelChanges(self.list_changes(), mark)
+            held = None
+        return ModelChanges(self.list_changes(), held)
 
     def accept(self, changes: ModelChanges) -> None:
         """Accept changes of entries of dicts."""
-        assert changes.mark is not None, "the containers could not be read"
+        assert changes.held is not None, "the containers could not be read"
         for place, key, _, now in changes.entries:
-            self.containers[place.key].before[key] = now
-        self._held = changes.mark
+            self.containers[place.key].expected[key] = now
+        self._held = changes.held
 
     def list_changes(self) -> list[Change]:
-        """Return the entries that differ from those that must be held.
+        """Return the entries that differ from the expected ones.
 
-        A replaced ``__dict__`` is an entry.
+        For an object with another ``__dict__``, the key is "__dict__".
         """
         found = [
-            Change(each.place, "__dict__", each.own, vars(each.owner))
+            Change(each.place, "__dict__", each.live, vars(each.owner))
             for each in self._find_replaced()
         ]
         for each in self._find_changed():
-            before, own = each.before, each.own
-            if isinstance(before, list):
-                found.append(Change(each.place, None, before, read_items(own)))
+            expected, live = each.expected, each.live
+            if isinstance(expected, list):
+                found.append(Change(each.place, None, expected, read_items(live)))
                 continue
-            for key in dict.fromkeys([*before, *dict.keys(own)]):
-                then, now = before.get(key, ABSENT), dict.get(own, key, ABSENT)
-                if then is not now:
-                    found.append(Change(each.place, key, then, now))
+            # A dict of no values is a set that keeps the order
+            for key in dict.fromkeys([*expected, *dict.keys(live)]):
+                before, now = expected.get(key, ABSENT), dict.get(live, key, ABSENT)
+                if before is not now:
+                    found.append(Change(each.place, key, before, now))
         return found
 
     def _find_replaced(self) -> list[Container]:
-        """Return the ``__dict__`` of each object that has got another one."""
-        owned = [each for each in self._dicts if each.place.kind == "vars"]
-        return [each for each in owned if each.owner.__dict__ is not each.own]
+        """Return the former ``__dict__`` of each object that has got another one."""
+        dicts_of_objects = [each for each in self._dicts if each.place.kind == "vars"]
+        return [each for each in dicts_of_objects if each.owner.__dict__ is not each.live]
 
     def _find_changed(self) -> list[Container]:
-        """Return the containers that hold other objects."""
+        """Return the containers that hold other objects than expected."""
         found: list[Container] = []
         same_length: list[Container] = []
         for each in self._dicts:
-            if dict.__len__(each.own) == len(each.before):
+            if dict.__len__(each.live) == len(each.expected):
                 same_length.append(each)
             else:
                 found.append(each)
-        # The entries of the other dicts are compared in C loops, as many models set an attribute at
-        # each step of a training loop: `holders` has the dict of each entry
-        holders = [*chain.from_iterable([repeat(each, len(each.before)) for each in same_length])]
-        # A key that is another object counts too: `list_changes` compares its entry
+        # The entries of dicts of the same length are compared in C loops, since many models set an
+        # attribute at each step of a training loop. `holders` has, for each entry, its dict
+        lengths = [len(each.expected) for each in same_length]
+        holders = [*chain.from_iterable(map(repeat, same_length, lengths))]
+        # If only a key is another object, `list_changes` finds whether its entry has changed
         for read in (dict.values, dict.keys):
-            # A list of each first, which is one step: other threads may write the model
-            now = chain.from_iterable([[*read(each.own)] for each in same_length])
-            before = chain.from_iterable([read(each.before) for each in same_length])
-            found += compress(holders, map(is_not, now, before))
+            # A list of each dict, which is made in one step: other threads may write the model
+            now = chain.from_iterable([[*read(each.live)] for each in same_length])
+            expected = chain.from_iterable([read(each.expected) for each in same_length])
+            found += compress(holders, map(is_not, now, expected))
         for each in self._lists:
-            items = read_items(each.own)
-            if len(items) != len(each.before) or not all(map(is_, items, each.before)):
+            items = read_items(each.live)
+            if len(items) != len(each.expected) or not all(map(is_, items, each.expected)):
                 found.append(each)
-        return [*dict.fromkeys(found)]
+        return [*dict.fromkeys(found)]  # each container once
 
     # Writes
 
     def restore(self) -> None:
-        """Put back what must be held."""
+        """Put back the expected contents. Only for a replica, which owns its containers.
+
+        Ctrl-C between any two lines leaves the replica dirty, so the next call repeats all of them.
+        """
         for each in self._find_replaced():
-            object.__setattr__(each.owner, "__dict__", each.own)
+            object.__setattr__(each.owner, "__dict__", each.live)
         for each in self._find_changed():
-            own, before = each.own, each.before
-            if isinstance(own, dict):
-                # Around the methods of a subclass, which may refuse or convert entries. Ctrl-C
-                # after the first line leaves the replica dirty, so the next call repeats this
-                kind: Any = OrderedDict if isinstance(own, OrderedDict) else dict
-                kind.clear(own)
-                kind.update(own, before)
+            live, expected = each.live, each.expected
+            if isinstance(live, dict):
+                # Past the methods of a subclass, which may refuse or convert entries. An
+                # OrderedDict keeps its order outside of the methods of dict
+                cls: Any = OrderedDict if isinstance(live, OrderedDict) else dict
+                cls.clear(live)
+                cls.update(live, expected)
                 continue
-            own.clear()
-            if isinstance(own, set):
-                own.update(before)
+            live.clear()
+            if isinstance(live, set):
+                live.update(expected)
             else:
-                own.extend(before)
+                live.extend(expected)
         self.note()
 
     def read(self, place: Place) -> Any:
         """Return the container at a place."""
-        return self.containers[place.key].own
+        return self.containers[place.key].live
 
     def has(self, place: Place, key: Any) -> bool:
-        """True if the container at a place is a dict that must hold the key."""
+        """True if the container at a place is a dict that is expected to hold the key."""
         found = self.containers.get(place.key)
-        return found is not None and isinstance(found.own, dict) and key in found.before
+        return found is not None and isinstance(found.live, dict) and key in found.expected
 
     def put(self, place: Place, key: Any, value: Any) -> None:
-        """Set an entry that exists, and accept it once `note` is called."""
+        """Set an entry that exists, and expect the new value. Afterwards, call `note`."""
         for write in self.writers_of(place, key):
             write(value)
 
     def writers_of(self, place: Place, key: Any) -> list[Callable[[Any], None]]:
-        """Return the functions that set and accept an entry that exists, for as long as this lives.
+        """Return the functions that set an entry that exists, and expect its new value.
 
         They are partials of C functions: many entries are written without a call of Python code.
         """
         found = self.containers.get(place.key)
-        if found is None:  # of an object that all lanes use, so it has the model's own entry
+        if found is None:  # lanes share its owner, which keeps the model's own entry
             return []
-        set_own = dict.__setitem__ if isinstance(found.own, dict) else setitem
-        return [partial(set_own, found.own, key), partial(setitem, found.before, key)]
+        write_live = dict.__setitem__ if isinstance(found.live, dict) else setitem
+        return [partial(write_live, found.live, key), partial(setitem, found.expected, key)]
 
     def clear(self) -> None:
         """Empty the modules and the plain containers, so that cycles among them keep nothing alive.
 
-        `copy.deepcopy` has made these. It may have got any other object from a cache or a registry,
-        which has it still, so instances of other classes are left to the garbage collector.
+        Only for a replica. `copy.deepcopy` has made these objects, so the replica owns them. An
+        instance of another class may belong to a cache or a registry of the user's, and stays.
         """
         for each in self.containers.values():
             if isinstance(each.owner, torch.nn.Module) or type(each.owner) in ALWAYS_NEW:
-                each.own.clear()
+                each.live.clear()
 
 
 # The state
 
 
-class Asked(NamedTuple):
-    """The objects of `Doubts` at the moment when a refresh began."""
+class KnownDoubts(NamedTuple):
+    """The doubts that a refresh has removed: the objects of `Doubts` when the refresh began."""
 
     everything: object
     buffers: object
 
 
-NEVER_CURRENT = Asked(None, None)
-"""For a state that each look finds stale: doubts are never None."""
+NEVER_CURRENT = KnownDoubts(None, None)
+"""For a state that is never current, because the objects of `Doubts` are never None."""
 
 
 class Doubts:
     """Reasons to refresh that no look at the model shows.
 
-    Any thread may add one, also a callback in a lane: it stores a new object, in one step. A state
-    remembers the objects of the moment when its refresh began, so a doubt that comes during a
-    refresh counts for the next call.
+    Any thread may add a doubt, also a callback in a lane: it stores a new object in an attribute,
+    in one step. A refresh reads the objects when it begins. So a doubt that comes during a refresh
+    counts for the next call. A counter would not do: two threads that count at the same time may
+    undo each other's step.
 
     Attributes:
-        everything: Another object once everything must be made again.
-        buffers: Another object once the lanes' own tensors must be renewed.
+        everything: A new object if all replicas must be made again.
+        buffers: A new object if the lanes' own tensors must be renewed.
     """
 
     __slots__ = ("buffers", "everything")
@@ -492,71 +510,71 @@ class Doubts:
     def __init__(self) -> None:
         self.everything = self.buffers = object()
 
-    def read(self) -> Asked:
-        """Return the objects of now."""
-        return Asked(self.everything, self.buffers)
+    def read(self) -> KnownDoubts:
+        """Return the current objects."""
+        return KnownDoubts(self.everything, self.buffers)
 
 
-class Copied(Protocol):
-    """The replica of one lane, as far as the state of the model reads it."""
+class ReplicaLike(Protocol):
+    """The attributes of a replica that `ModelState` reads. `replica.py` imports this file."""
 
     versioned: list[torch.Tensor]
     is_dirty: bool
 
 
-CopyT = TypeVar("CopyT", bound=Copied)
+ReplicaT = TypeVar("ReplicaT", bound=ReplicaLike)
 
 
-class ModelState(Generic[CopyT]):
-    """What a model held when its replicas were brought up to date.
+class ModelState(Generic[ReplicaT]):
+    """The state of a model when its replicas were brought up to date.
 
-    It never changes: each refresh makes another one, and stores it when it is complete.
+    A state never changes: each refresh makes another one, and stores it when it is complete. Only
+    its snapshot may accept changes, for the next state.
 
     Attributes:
-        edition: What holds until the structure or a training flag changes.
-        survey: That of the edition.
-        snapshot: What the containers of the model held. The next state may have the same snapshot,
-            with changes accepted.
+        possible_writes: What forward may write.
+        survey: What the model leads to.
+        snapshot: What the containers of the model held.
         replicas: One per lane; empty if calls must run plainly, or a refresh is needed first.
         away: The copies of parameters on other devices than the model's.
         sources: The tensors that have copies elsewhere, as they were before these were made.
         home: The device of the model; None if it has no tensors.
         params: The parameters that have versions.
-        asked: The doubts when the refresh began.
-        renews_always: That of the edition; False without lanes, which need no tensors.
+        known_doubts: The doubts when the refresh began.
+        renews_always: As in `PossibleWrites`; False without lanes, which need no tensors.
         generation: How often a refresh has found the model changed.
     """
 
     def __init__(
         self,
-        edition: Edition,
+        possible_writes: PossibleWrites,
         snapshot: Snapshot,
         doubts: Doubts,
-        asked: Asked,
+        known_doubts: KnownDoubts,
         *,
         devices: Iterable[torch.device] = (),
-        replicas: Sequence[CopyT] = (),
+        replicas: Sequence[ReplicaT] = (),
         away: ParameterCopies = NO_COPIES,
         sources: Sources | None = None,
         versions: Sequence[int] | None = None,
         generation: int = 0,
     ) -> None:
-        """Note the state of now.
+        """Note the present state of the model.
 
-        `sources` are those of `away` by default. `versions` are those of `read_versions` before the
-        lanes got their copies: a write that came meanwhile makes the state an old one.
+        `sources` are those of `away` by default. `versions` are those that `read_versions` returned
+        before the lanes got their copies, so that the state is stale after a write in between.
         """
-        survey = edition.survey
-        self.edition = edition
-        self.survey = survey
+        self.possible_writes = possible_writes
+        self.survey = survey = possible_writes.survey
         self.snapshot = snapshot
         self.replicas = replicas
         self.away = away
-        self.asked = asked
+        self.known_doubts = known_doubts
         self._doubts = doubts
         self.generation = generation
         self.home = home_of_survey(survey)
         tensors = [*survey.params, *survey.tensors]
+        # A tensor that shows whether the model has moved
         self._first = next((tensor for tensor in tensors if tensor.device == self.home), None)
         self.params: list[torch.Tensor] = []
         of_lanes: list[torch.Tensor] = []
@@ -567,7 +585,7 @@ class ModelState(Generic[CopyT]):
         self._tracked = [*survey.versioned, *of_lanes]
         self._versions_of_model = read_versions(survey) if versions is None else [*versions]
         self._versions = [*self._versions_of_model, *map(version_of, of_lanes)]
-        self.renews_always = bool(replicas) and edition.renews_always
+        self.renews_always = bool(replicas) and possible_writes.renews_always
         self.sources = away.sources if sources is None else sources
         self._devices = frozenset(devices)
         self._streams = self._read_streams() if replicas else {}
@@ -575,19 +593,19 @@ class ModelState(Generic[CopyT]):
     def is_current(self) -> bool:
         """True if the replicas are what a call of this moment needs."""
         return (
-            self._doubts.everything is self.asked.everything
-            and self._doubts.buffers is self.asked.buffers
+            self._doubts.everything is self.known_doubts.everything
+            and self._doubts.buffers is self.known_doubts.buffers
             and not self.renews_always
             and self.snapshot.is_same()
-            # A write in place raises the version. Parameters need no look, unless they have copies:
-            # lanes on the model's device hold the same tensors
+            # A write in place raises the version. Parameters are not among these tensors: lanes on
+            # the model's device hold the same ones, and `sources` shows writes to all others
             and [*map(version_of, self._tracked)] == self._versions
-            # A buffer that learns now must be shared, as parameters are
+            # Lanes must share a buffer that has come to require gradients, as they share parameters
             and True not in map(_requires_grad, self._tracked)
             and True not in map(_is_dirty, self.replicas)
-            # ``model.to(...)`` moves all tensors and keeps the parameters, so one of them shows it
+            # ``model.to(...)`` moves all tensors and keeps their identities, so one shows the move
             and (self._first is None or self._first.device == self.home)
-            # Without lanes elsewhere, the rest is two looks at empty containers
+            # Without lanes elsewhere, both containers are empty
             and (not self.sources.tensors or self.has_same_sources())
             and (not self._streams or self._streams == self._read_streams())
         )
@@ -595,28 +613,31 @@ class ModelState(Generic[CopyT]):
     # For a refresh: how much must be done?
 
     def must_rebuild(self) -> bool:
-        """True if everything must be made again.
+        """True if all replicas must be made again.
 
-        That is on demand, for a model that moved, or for buffers that learn now.
+        The reasons are a doubt, a model that moved, and a buffer that requires gradients now.
         """
+        is_in_doubt = self._doubts.everything is not self.known_doubts.everything
+        if not self.replicas or is_in_doubt or self.sources.have_moved():
+            return True
         has_moved = self._first is not None and self._first.device != self.home
-        learns = True in map(_requires_grad, self.survey.tensors)
-        is_asked = self._doubts.everything is not self.asked.everything
-        return not self.replicas or is_asked or has_moved or learns or self.sources.have_moved()
+        return has_moved or True in map(_requires_grad, self.survey.tensors)
 
     def must_renew_tensors(self) -> bool:
-        """True if a tensor that lanes have copies of was written, perhaps unseen."""
-        is_unsure = self.renews_always or self._doubts.buffers is not self.asked.buffers
-        return is_unsure or [*map(version_of, self._tracked)] != self._versions
+        """True if the model's tensors besides parameters, or a lane's, were or may be written."""
+        is_in_doubt = self._doubts.buffers is not self.known_doubts.buffers
+        if self.renews_always or is_in_doubt:
+            return True
+        return [*map(version_of, self._tracked)] != self._versions
 
     def has_written_tensors(self) -> bool:
         """True if one of the model's own tensors besides parameters was written."""
         return read_versions(self.survey) != self._versions_of_model
 
     def has_same_sources(self) -> bool:
-        """True if copies elsewhere are those that a call of this moment needs.
+        """True if the next call may use the copies of parameters on other devices.
 
-        With gradients, copies are part of the graph of one call, so each call needs others.
+        With gradients, copies are part of the graph of one call, so each call needs new ones.
         """
         with_graph = torch.is_grad_enabled() and (self.away.is_linked or self.away.must_link())
         return not with_graph and not self.sources.have_changed()
@@ -638,9 +659,9 @@ class ModelState(Generic[CopyT]):
 
 
 def read_versions(survey: Survey) -> list[int]:
-    """Return the versions of the model's own tensors besides parameters, as far as they have any.
+    """Return the versions of the model's own tensors besides parameters and inference tensors.
 
-    A write raises the version after it. So a version that is read before a copy is made, and is
-    still the same after it, is that of the copy.
+    torch raises the version after it has written. So read versions before you copy tensors: if a
+    version is still the same later, the copy has the tensor's values.
     """
     return [*map(version_of, survey.versioned)]

@@ -1,8 +1,9 @@
 """One replica: the copy of the target that a lane runs, its tensors, and what it owns.
 
-The memo of `copy_target` has what the lane uses in the place of each part. What the copy made, the
-replica owns: it may write and empty that. What deepcopy got from elsewhere, such as a registry or a
-cache, belongs to the process, and the replica leaves it alone.
+The memo of `copy_target` maps the id of each part of the target to the object that the lane uses in
+its place. The replica owns the objects that the copy made: it may write and empty them. Objects
+that deepcopy got from a registry or a cache belong to the process, and the replica leaves them
+alone.
 """
 
 from __future__ import annotations
@@ -26,20 +27,22 @@ from parawrap.engine.survey import Survey, storage_of, vars_of
 
 _form_of = attrgetter("shape", "dtype", "device")
 
-Writers = list[list[Callable[[Any], None]]]
-"""For each of some tensors, the functions that put another one into its places."""
+Writers = list[list[Callable[[torch.Tensor], None]]]
+"""For each of several tensors, the functions that put another tensor into its places."""
 
 
 class Replica:
-    """The copy of the target that one lane runs.
+    """The copy of the target that one lane runs. One thread at a time uses it.
 
-    `known` has further copies, by the id of the original.
+    `params` are the parameters that the lane uses: the model's own, or copies that the lanes of a
+    device share. The replica borrows them, and owns `tensors`. `known` has copies of further parts,
+    by the id of the original.
 
     Attributes:
         target: The copy of the whole target.
-        params: What the lane has in place of the survey's parameters, in the same order.
+        params: The lane's parameters, in the order of the survey's.
         tensors: The lane's own copies of the survey's other tensors, in the same order.
-        versioned: Those that have versions: all but inference tensors.
+        versioned: The lane's own tensors that have versions: all but inference tensors.
         copies_of_scripts: The copies of tensors of TorchScript modules on the lane's device.
         snapshot: What the containers of the copy must hold before a call.
         is_dirty: True if a call may have left something that the next call must not find.
@@ -47,9 +50,9 @@ class Replica:
             backward pass.
         is_lent: True if an output may call a layer of the copy later.
         are_tensors_held: True if a graph, an output, or code of the user's may hold one of the
-            lane's own tensors. Each run of the copy sets it that does not exclude all three; new
-            tensors reset it.
-        writes_unseen: True if forward may write the lane's own tensors without a new version.
+            lane's own tensors. A call that may lead to this sets it; new tensors reset it.
+        writes_unseen: True if forward may write the lane's own tensors, and leave their versions
+            alone.
     """
 
     def __init__(
@@ -66,13 +69,14 @@ class Replica:
         self.are_tensors_held = self.writes_unseen = False
         self.params = [*params]
         self.tensors = tensors
-        # The memo has ids, and the survey keeps the originals alive: no later object gets one
+        # The keys are ids. The survey keeps the originals alive, so no other object gets their ids
         self._memo: dict[int, Any] = {id(each): each for each in survey.shared}
         self._memo.update(known)
         originals = [*survey.params, *survey.tensors]
         copies = [*params, *tensors]
         self._memo.update(zip(map(id, originals), copies, strict=True))
-        # The first call may be in inference mode, and what a copy makes there could never learn
+        # The first call may be in inference mode. A tensor that a `__deepcopy__` makes there could
+        # never require gradients
         with lasting(grad=torch.is_grad_enabled()):
             self.copies_of_scripts = VersionedCopies(copy_target(survey, self._memo, device))
             self._of_process = find_parts_of_process(survey, self._memo)
@@ -85,22 +89,19 @@ class Replica:
         return self._memo.get(id(value), value)
 
     def copy_other(self, survey: Survey) -> Any:
-        """Return a copy of another target for this lane.
-
-        Parts of the model in it are the lane's.
-        """
-        own = [tensor for tensor in survey.tensors if id(tensor) not in self._memo]
+        """Return a copy of another target for this lane, with the lane's parts of the model."""
+        others = [tensor for tensor in survey.tensors if id(tensor) not in self._memo]
         copies = dict(self._memo)
-        copies.update(zip(map(id, own), clone_all(own), strict=True))
+        copies.update(zip(map(id, others), clone_all(others), strict=True))
         tensors = [copies[id(tensor)] for tensor in survey.tensors]
         params = [*map(self.of, survey.params)]
-        # The copy outlives its replica, which nothing else needs: it has no calls that write
+        # The other replica is dropped at once: no call looks for writes of the copy
         return Replica(survey, self.device, params, tensors, copies).target
 
     def set_plain_values(self, parts: Sequence[PlainPart]) -> Key | None:
         """Set numbers, flags, and texts to those of the model.
 
-        Return the key of a place that holds something else; None if there is none.
+        Return the key of the first place that holds another object; None if there is no such place.
         """
         return set_plain_values(self.snapshot, parts, self._memo.get)
 
@@ -110,22 +111,21 @@ class Replica:
         """Note the versions of the lane's own tensors."""
         self.versioned = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self._versions = [*map(version_of, self.versioned)]
-        # Most calls need none of these, so they are read from the tensors at the first use: their
-        # shapes, dtypes, and devices; the addresses of their memory; and the originals by the id of
-        # the copy
-        self._forms: list[Any] | None = None
-        self._memory: set[int] | None = None
-        self._origins: dict[int, Any] | None = None
+        # Computed at the first use, since most calls need none of these
+        self._forms: list[Any] | None = None  # shapes, dtypes, and devices of the lane's tensors
+        self._memory: set[int] | None = None  # addresses of their memory
+        self._origins: dict[int, Any] | None = None  # by the id of a copy, its original
 
     def write_tensors(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Write the values of the survey's tensors into the lane's own. False if they do not fit.
+        """Write the values of the model's tensors into the lane's own.
 
-        The caller ensures that nothing else holds the lane's own.
+        Return False if a tensor has another shape, dtype, or device, after ``buffer.data = ...``.
+        The caller ensures that nothing but the replica holds the lane's own tensors.
         """
         if self._forms is None:
             self._forms = [*map(_form_of, self.tensors)]
         if [*map(_form_of, tensors)] != self._forms:
-            return False  # the model has other data: ``buffer.data = ...``
+            return False
         if self.tensors:
             with lasting():
                 copy_all(self.tensors, [*tensors])
@@ -148,36 +148,36 @@ class Replica:
         return bool(self._memory) and storage_of(tensor) in self._memory
 
     def is_buffer_of_model(self, tensor: torch.Tensor) -> bool:
-        """True for a buffer, or another tensor that does not learn, of the model itself."""
+        """True for a tensor of the model itself that is not a parameter, such as a buffer."""
         return any(map(is_, self.survey.tensors, repeat(tensor)))
 
     def replace_params(self, new: Sequence[torch.Tensor]) -> bool:
-        """Put new tensors into the places of the parameters. False if a place cannot change."""
+        """Use new parameters. Return False if a place cannot be written, such as one in a tuple."""
         return self._replace(self.survey.params, self.params, self._writers_of_params, new)
 
     def replace_tensors(self, new: Sequence[torch.Tensor]) -> bool:
-        """Put new tensors into the places of the lane's own. False if a place cannot change."""
+        """Use new tensors as the lane's own. Return False if a place cannot be written."""
         return self._replace(self.survey.tensors, self.tensors, self._writers_of_tensors, new)
 
     def _replace(
         self,
         originals: Sequence[torch.Tensor],
-        mine: list[torch.Tensor],
+        replaced: list[torch.Tensor],
         writers: Writers | None,
         new: Sequence[torch.Tensor],
     ) -> bool:
         if writers is None:
             return False
-        for tensor, write_each in zip(new, writers, strict=True):
-            for write in write_each:
+        for tensor, writers_of_tensor in zip(new, writers, strict=True):
+            for write in writers_of_tensor:
                 write(tensor)
         self._memo.update(zip(map(id, originals), new, strict=True))
-        mine[:] = new
+        replaced[:] = new
         self._origins = None
         self.snapshot.note()
         return True
 
-    # The places are looked up once: the survey has the same for as long as it lives
+    # The places of tensors are found once, as the survey does not change
 
     @cached_property
     def _writers_of_params(self) -> Writers | None:
@@ -190,11 +190,11 @@ class Replica:
     def _find_writers(self, originals: Sequence[torch.Tensor]) -> Writers | None:
         """Return, for each tensor, the functions that write its entries in the copy.
 
-        None if a place cannot change, such as one in a tuple.
+        None if a place cannot be written, such as one in a tuple.
         """
         found: Writers = []
         for original in originals:
-            writers: list[Callable[[Any], None]] = []
+            writers: list[Callable[[torch.Tensor], None]] = []
             for holder in self.survey.holders.get(id(original), ()):
                 if holder is None:
                     return None
@@ -205,20 +205,20 @@ class Replica:
     # What the replica owns
 
     def original_of(self, value: Any) -> Any:
-        """Return the model's own object that a part of this replica is a copy of, or None.
+        """Return the model's own object that a part of this replica is a copy of.
 
-        A tensor that the lane has written is not the model's.
+        None for any other object, and for a tensor with other values, which forward has written.
         """
         if self._origins is None:
             self._origins = {}
             for key, copied in self._memo.items():
-                original = self.survey.owned.get(key)
+                original = self.survey.objects.get(key)
                 if original is not None and key not in self._of_process:
                     self._origins[id(copied)] = original
         found = self._origins.get(id(value))
         if found is None or id(value) in self.find_written():
             return None
-        # A write without a new version shows in the values alone
+        # Some writes leave the version alone, and only the values show them
         may_differ = self.writes_unseen and isinstance(value, torch.Tensor)
         if may_differ and self._has_other_values(value, found):
             return None
@@ -226,12 +226,12 @@ class Replica:
 
     def _has_other_values(self, tensor: torch.Tensor, original: torch.Tensor) -> bool:
         """True for one of the lane's own tensors with other values than the model's."""
-        is_own = any(tensor is each for each in self.tensors)
+        is_own = any(map(is_, self.tensors, repeat(tensor)))
         if not is_own or tensor.layout is not torch.strided:
             return False
-        same_form = tensor.shape == original.shape and tensor.dtype == original.dtype
-        here = original.to(tensor.device)
-        return not (same_form and torch.allclose(tensor, here, 0, 0, equal_nan=True))
+        if tensor.shape != original.shape or tensor.dtype != original.dtype:
+            return True
+        return not torch.allclose(tensor, original.to(tensor.device), 0, 0, equal_nan=True)
 
     def owns(self, value: Any) -> bool:
         """True for an object that the copy made."""
@@ -240,33 +240,32 @@ class Replica:
 
     def _own_copy(self, value: Any) -> Any:
         """Return the copy of a part of the target that this replica owns; None if it owns none."""
-        copied = self._memo.get(id(value), value)
+        copied = self.of(value)
         return None if copied is value or id(value) in self._of_process else copied
 
     def restore(self) -> None:
-        """Put back the containers as they were."""
+        """Put back what the containers held before calls wrote into them."""
         self.snapshot.restore()
-        self.is_dirty = False
+        self.is_dirty = False  # last: after Ctrl-C above, the next call restores again
 
     def clear(self) -> None:
-        """Let go of everything: no cycle and no reference to this replica keeps tensors alive."""
+        """Let go of everything that the replica holds, also of cycles among its own objects."""
         self.snapshot.clear()
         # A frame of a traceback, or a callback, may hold this object for long
         vars(self).clear()
 
 
 def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return lasting copies of tensors on their device.
+    """Return lasting copies of tensors on their device, with the attributes of the tensors.
 
-    Those that share memory are copied together.
+    Copies of tensors that share memory share memory too.
     """
     memory = [*filter(None, map(storage_of, tensors))]
+    has_aliases = len(set(memory)) < len(memory)
     with lasting():
-        if len(set(memory)) == len(memory):
-            found = [tensor.detach().clone() for tensor in tensors]
-        else:
-            found = copy.deepcopy([tensor.detach() for tensor in tensors])
-    for tensor, each in zip(tensors, found, strict=True):
-        if own := vars_of(tensor):
-            vars(each).update(own)
+        found = [tensor.detach() for tensor in tensors]
+        # deepcopy copies each memory once, but is slower
+        found = copy.deepcopy(found) if has_aliases else [tensor.clone() for tensor in found]
+    for tensor, copied in zip(tensors, found, strict=True):
+        vars(copied).update(vars_of(tensor) or {})
     return found

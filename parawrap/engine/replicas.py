@@ -7,18 +7,30 @@ care there. Lanes on another device hold copies.
 object            | holds                                  | made again
 ----------------- | -------------------------------------- | ---------------------------------------
 `Survey`          | what the target leads to               | when the structure changed
-`Edition`         | what forward may write                 | when a training flag changed
-`ModelState`      | how the model was at the last refresh  | by each refresh
+`PossibleWrites`  | what forward may write                 | when a training flag changed
+`ModelState`      | the state of the model at the last     | by each refresh
+                  | refresh                                |
 `ParameterCopies` | copies that the lanes of a device      | when parameters changed; with
                   | share                                  | gradients, by each call
 `Replica`         | the containers and the buffers of one  | when the structure changed; its buffers
                   | lane                                   | when one was written
 
-Before a call, `ModelState.is_current` looks at the model. After it, each replica is looked at once:
+`ModelState.is_current` compares the model with its state before each call. If they differ, a
+refresh brings the replicas up to date. It does as little as is enough:
 
-look                            | shows                          | then
+word    | meaning
+------- | ------------------------------------------------------------------------------------------
+update  | set numbers, flags, and texts in the replicas; give them new copies of parameters
+renew   | give a lane new copies of the model's tensors besides parameters
+build   | make all replicas again
+restore | put back attributes that forward has written into a replica
+doubt   | a reason to refresh that no comparison shows, such as the user's `p.refresh()`
+
+After a call, the writes of forward are read from each replica, once:
+
+read from                       | shows                          | then
 ------------------------------- | ------------------------------ | --------------------------------
-the snapshot of the replica     | attributes that forward wrote  | put back, with a warning
+the snapshot of the replica     | attributes that forward wrote  | restored, with a warning
 versions of the lane's buffers  | buffers that forward wrote     | given back in training; renewed
 versions of parameters, and of  | weights that forward wrote     | refused: lanes share them
 copies                          |                                |
@@ -37,7 +49,6 @@ from parawrap._private_names import copy_all, version_of
 from parawrap.backends import record_use
 from parawrap.engine.batched_copies import bytes_of_all, copies_on, lasting
 from parawrap.engine.copy_checks import Key, read_plain_parts, was_disturbed
-from parawrap.engine.edition import Edition
 from parawrap.engine.forward_writes import (
     UnkeptWrites,
     contents_of,
@@ -48,8 +59,8 @@ from parawrap.engine.forward_writes import (
 from parawrap.engine.model_state import (
     NEVER_CURRENT,
     NO_CHANGES,
-    Asked,
     Doubts,
+    KnownDoubts,
     ModelChanges,
     ModelState,
     Snapshot,
@@ -57,6 +68,7 @@ from parawrap.engine.model_state import (
 )
 from parawrap.engine.parameter_copies import NO_COPIES, ParameterCopies
 from parawrap.engine.places import MOST_COPIES, SIMPLE
+from parawrap.engine.possible_writes import PossibleWrites
 from parawrap.engine.refused_models import (
     refuse_cuda_graphs,
     refuse_devices,
@@ -66,16 +78,16 @@ from parawrap.engine.replica import Replica, clone_all
 from parawrap.engine.survey import Survey, home_of_survey, home_of_target
 
 CopiesOfParts = Callable[[Survey], Sequence[dict[int, Any]]]
-"""Returns, for each lane, the copies that it uses of parts of the target, by the id of the part."""
+"""Returns, for each lane, its copies of some parts of the target, by the id of the part."""
 
-# Attributes whose new value changes how lanes run: with `max_norm`, forward writes the weight of an
-# embedding, so lanes take turns
-_NEED_NEW_REPLICAS = frozenset({"max_norm"})
+# A survey reads these attributes: with `max_norm`, forward writes the weight of an embedding, so
+# lanes take turns
+_READ_BY_SURVEY = frozenset({"max_norm"})
 
 _is_dirty = attrgetter("is_dirty")
 
-# No model, before the first refresh and after a failed one
-_NOTHING = Edition(Survey(None))
+# Of a target that is not read yet: before the first refresh, and after a failed one
+_NO_WRITES = PossibleWrites(Survey(None))
 _NO_SNAPSHOT = Snapshot((), lambda _: None)
 
 
@@ -85,10 +97,10 @@ class CopyOptions(NamedTuple):
     Attributes:
         methods: The methods that calls enter, besides forward.
         detach: True if no gradients flow from the replicas to the target.
-        shares_hooks: True if hooks that capture parts of the model keep the model's own in all
-            lanes, as in torch.nn.DataParallel. Otherwise, each lane has its copies of them.
-        copies_of_parts: Gives lanes their own copies of parts that replicas would share, such as
-            compiled models.
+        shares_hooks: True if all lanes use the model's own hooks, as in torch.nn.DataParallel.
+            Otherwise, each lane has copies of the hooks that capture parts of the model.
+        copies_of_parts: Makes each lane's own copies of parts that replicas would share, such as
+            compiled models. None if there are no such parts.
     """
 
     methods: Sequence[str] = ()
@@ -105,10 +117,10 @@ class Replicas:
     Attributes:
         state: The state of the model that the replicas have. A refresh stores another one when it
             is complete.
-        doubts: Reasons to refresh that a look at the model would not show.
-        unkept: What forward wrote and the model does not get.
+        doubts: Reasons to refresh that no comparison shows.
+        unkept: Names of what forward wrote and the model does not get.
         refreshes: How often parameters were copied to other devices.
-        copied_bytes: The bytes that were copied there.
+        copied_bytes: The number of bytes that were copied there.
     """
 
     def __init__(
@@ -120,231 +132,252 @@ class Replicas:
         self.unkept = UnkeptWrites()
         self.refreshes = self.copied_bytes = 0
         self._options = CopyOptions() if options is None else options
-        # Of `copied_bytes`: several lanes may renew their tensors at once
+        # Protects `copied_bytes`: several lanes may renew their tensors at the same time
         self._lock = threading.Lock()
-        self._differs_always: set[Key] = set()  # places that copies never have alike
-        self.state = self._know_nothing(0)
+        # Places where a copy differs from the model by a rule of its class
+        self._never_alike: set[Key] = set()
+        self.state = self._make_unread_state(0)
 
     def is_at_home(self, device: torch.device) -> bool:
         """True if the model lies on that device now, or has no tensors."""
         return home_of_target(self.target) in (None, device)
 
     def mark_dirty(self, lane: int) -> None:
-        """Note that a call of a lane ended early, and may have left something."""
+        """Note that a call of a lane ended early, and may have left writes in the replica."""
         replicas = self.state.replicas
-        if lane < len(replicas):
+        if lane < len(replicas):  # without replicas, the call has failed before it ran forward
             replicas[lane].is_dirty = True
 
-    def suspect_buffers(self) -> None:
-        """Renew the lanes' own tensors at the next refresh.
+    def doubt_buffers(self) -> None:
+        """Let the next refresh renew the lanes' own tensors.
 
-        A plain call in training mode may have written the model's in C++.
+        A plain call in training mode may have written the model's, and left their versions alone.
         """
         self.doubts.buffers = object()
 
-    def renew(self) -> None:
-        """Make everything again at the next refresh. The public `refresh` of a block calls this."""
+    def doubt_everything(self) -> None:
+        """Let the next refresh build all replicas. The public `refresh` of a block calls this."""
         self.doubts.everything = object()
 
     def refresh(self) -> None:
         """Bring the replicas up to date with the model.
 
-        If that fails, the next refresh makes them again.
+        If that fails, the next refresh builds all replicas.
 
         Raises:
             ReplicaError: If the model cannot be copied.
         """
         before = self.state
-        # This one stays if an error, or Ctrl-C between any two lines below, ends the refresh: half
-        # of the replicas may be up to date
-        self.state = self._know_nothing(before.generation)
+        # This state stays if an error, or Ctrl-C between any two lines below, ends the refresh:
+        # only some of the replicas may be up to date
+        self.state = self._make_unread_state(before.generation)
         for replica in before.replicas:
             if replica.is_dirty:
                 replica.restore()
-        asked = self.doubts.read()  # a doubt that comes from here on counts for the next call
+        # Before the model is read: a doubt that comes from here on counts for the next call
+        known_doubts = self.doubts.read()
         must_drop = self._follow_streams(before)
         changes = self._find_changes(before)
         if must_drop or before.must_rebuild() or changes is None:
-            state = self._build(before, asked, before.generation + 1)
+            state = self._build(before, known_doubts, before.generation + 1)
         else:
-            state = self._update(before, asked, changes)
+            state = self._update(before, known_doubts, changes)
+        # Lanes get their copies of tensors one after another. If another thread has written a
+        # tensor in between, all lanes get copies again
         for _ in range(MOST_COPIES):
-            # Lanes get their copies of tensors one after another, and another thread may have
-            # written in between. Then they get them again
-            is_old = state.has_written_tensors() or state.sources.have_changed()
-            if not (state.replicas and is_old):
+            is_stale = state.has_written_tensors() or state.sources.have_changed()
+            if not state.replicas or not is_stale:
                 break
-            state = self._update(state, asked, NO_CHANGES)
+            state = self._update(state, known_doubts, NO_CHANGES)
         self.state = state
 
     def forget(self) -> None:
-        """Drop the replicas, and everything that is known of the target."""
+        """Drop the replicas, and all facts about the target."""
         before = self.state
-        # First: after Ctrl-C in between, no call meets a replica without its entries
-        self.state = self._know_nothing(before.generation + 1)
+        # First: after Ctrl-C in between, no call uses a replica without its entries
+        self.state = self._make_unread_state(before.generation + 1)
         self._drop(before)
 
-    # Making and renewing
+    # Build and update
 
-    def _know_nothing(self, generation: int) -> ModelState[Replica]:
-        """Return the state before the first refresh, which is not that of any model."""
-        return ModelState(_NOTHING, _NO_SNAPSHOT, self.doubts, NEVER_CURRENT, generation=generation)
+    def _make_unread_state(self, generation: int) -> ModelState[Replica]:
+        """Return the state of a target that is not read yet. It has no replicas."""
+        return ModelState(
+            _NO_WRITES, _NO_SNAPSHOT, self.doubts, NEVER_CURRENT, generation=generation
+        )
 
     def _next_generation(self, before: ModelState[Replica], changes: ModelChanges) -> int:
-        """Return the next number if the model has changed since, else that of before.
+        """Return another generation if the model has changed since the state `before`.
 
-        A model that may write buffers unseen is made again for each call. That alone is not a
-        change: whole calls go on.
+        A refresh also renews buffers that forward may have written unseen. That alone is no change
+        of the model, so it does not end streams.
         """
         if changes.entries or before.sources.have_changed() or before.has_written_tensors():
             return before.generation + 1
         return before.generation
 
     def _build(
-        self, before: ModelState[Replica], asked: Asked, generation: int
+        self, before: ModelState[Replica], known_doubts: KnownDoubts, generation: int
     ) -> ModelState[Replica]:
-        """Make all replicas for the structure of now.
+        """Make all replicas for the present structure of the target.
 
-        Copies of parameters on other devices are kept if they are up to date, unless a doubt
-        demands new ones. The old replicas are dropped first: parameters remember the shapes of the
-        graphs that lead to them.
+        The old replicas are dropped first: parameters remember the shapes of the graphs that lead
+        to them.
         """
         self._drop(before)
         options = self._options
+        # Another thread may change the model while the walk and `copy.deepcopy` read its dicts.
+        # Then they raise, or lanes get copies of different moments. Each turn copies once more
         for copies in range(1, MOST_COPIES + 1):
-            # The walk and `copy.deepcopy` read dicts of the model, which another thread may be
-            # changing. Then they raise, or lanes get copies of different moments: copy once more
             snapshot = None
             try:
                 survey = Survey(self.target, options.methods, shares_hooks=options.shares_hooks)
                 snapshot = Snapshot(survey.places, lambda owner: owner, is_model=True)
                 # After the snapshot, which shows if a training flag changes from here on
-                edition = Edition(survey)
-                if survey.is_lazy:  # a parameter waits for its first call, which runs plainly
+                possible_writes = PossibleWrites(survey)
+                if survey.is_lazy:
+                    # A parameter gets its shape in a call, which runs plainly. The next call
+                    # refreshes again
                     return ModelState(
-                        edition,
+                        possible_writes,
                         snapshot,
                         self.doubts,
-                        NEVER_CURRENT,  # the next call looks again
+                        NEVER_CURRENT,
                         generation=generation,
                     )
-                state = self._copy_model(edition, snapshot, before, asked, generation)
+                state = self._copy_model(
+                    possible_writes, snapshot, before, known_doubts, generation
+                )
             except Exception as error:
                 if not was_disturbed(error, snapshot, copies):
                     raise
                 continue
-            if self._accept_changes(state):
+            if self._accept_plain_changes(state):
                 differences = self._set_plain_values(state)
-                if differences and _is_alone():
-                    # No other thread has changed the model: its copies differ by rules of classes
-                    self._differs_always |= differences
-                    return state
                 if not differences:
                     return state
+                if _is_alone():
+                    # No other thread has changed the model: its copies differ by rules of classes
+                    self._never_alike |= differences
+                    return state
             self._drop(state)
-        # A thread that never pauses leaves no moment to copy, but a plain call is right
-        return self._know_nothing(generation)
+        # Another thread changes the model all the time. Without replicas, calls run plainly
+        return self._make_unread_state(generation)
 
-    def _accept_changes(self, state: ModelState[Replica]) -> bool:
-        """Accept changes of numbers and the like since the snapshot; False if others have come."""
+    def _accept_plain_changes(self, state: ModelState[Replica]) -> bool:
+        """Accept changes of numbers, flags, and texts since the snapshot of the model.
+
+        Return False if the model has changed otherwise. The replicas do not get the new values
+        here: `_set_plain_values` compares all values.
+        """
         changes = self._find_changes(state)
         if changes is None or _changes_training(changes):
             return False
         if changes.entries:
-            # The replicas get the values from `_set_plain_values`, which compares all of them
             state.snapshot.accept(changes)
         return True
 
     def _set_plain_values(self, state: ModelState[Replica]) -> set[Key]:
         """Set the numbers, flags, and texts of all replicas to those of the model.
 
-        Return the first place of each replica that still holds something else.
+        Return the first place of each replica that still holds another object than it should.
         """
-        parts = read_plain_parts(state.snapshot, self._differs_always)
+        parts = read_plain_parts(state.snapshot, self._never_alike)
         found = {replica.set_plain_values(parts) for replica in state.replicas}
         return {key for key in found if key is not None}
 
     def _copy_model(
         self,
-        edition: Edition,
+        possible_writes: PossibleWrites,
         snapshot: Snapshot,
         before: ModelState[Replica],
-        asked: Asked,
+        known_doubts: KnownDoubts,
         generation: int,
     ) -> ModelState[Replica]:
         """Make all replicas of the surveyed model."""
-        survey = edition.survey
+        survey = possible_writes.survey
         versions = read_versions(survey)  # before the copies, as in `_update`
         home = home_of_survey(survey)
         refuse_devices(survey, home)
         refuse_cuda_graphs(survey, self.devices)
-        away = self._find_away(survey, home, before, asked)
+        away = self._find_away(survey, home, before, known_doubts)
         known: Sequence[Mapping[int, Any]] = [{}] * len(self.devices)
         if self._options.copies_of_parts is not None:
             known = self._options.copies_of_parts(survey)
         replicas: list[Replica] = []
-        for device, parts in zip(self.devices, known, strict=True):
+        for device, known_parts in zip(self.devices, known, strict=True):
             params = self._params_on(device, survey, away)
             tensors = self._copy_tensors(device, survey, home)
-            replicas.append(Replica(survey, device, params, tensors, parts))
+            replicas.append(Replica(survey, device, params, tensors, known_parts))
         refuse_shared_modules(survey, replicas)
-        return self._note_state(edition, snapshot, asked, replicas, away, versions, generation)
+        return self._note_state(
+            possible_writes, snapshot, known_doubts, replicas, away, versions, generation
+        )
 
     def _find_away(
         self,
         survey: Survey,
         home: torch.device | None,
         before: ModelState[Replica],
-        asked: Asked,
+        known_doubts: KnownDoubts,
     ) -> ParameterCopies:
-        """Return the copies of parameters on other devices: those of before, or new ones."""
+        """Return copies of the parameters on other devices.
+
+        The former copies are kept if they are up to date, and no doubt has come since.
+        """
         if home is None:
             return NO_COPIES
         devices = frozenset(self.devices) - {home}
         at_home = [tensor for tensor in survey.params if tensor.device == home]
         away = before.away
-        is_asked = asked.everything is not before.asked.everything
         has_copies = bool(away.by_device) and away.devices == devices
-        is_same_length = len(at_home) == len(away.originals)
-        are_of_these = is_same_length and all(map(is_, at_home, away.originals))
-        if has_copies and are_of_these and not is_asked and before.has_same_sources():
-            return away
+        has_same_length = len(at_home) == len(away.originals)
+        if has_copies and has_same_length and all(map(is_, at_home, away.originals)):
+            is_in_doubt = known_doubts.everything is not before.known_doubts.everything
+            if not is_in_doubt and before.has_same_sources():
+                return away
         return self._copy_parameters(devices, at_home)
 
     def _update(
-        self, before: ModelState[Replica], asked: Asked, changes: ModelChanges
+        self, before: ModelState[Replica], known_doubts: KnownDoubts, changes: ModelChanges
     ) -> ModelState[Replica]:
-        """Give the replicas what changed, and return the new state.
+        """Bring the replicas up to date, and return the new state.
 
-        Make them again if that is not enough.
+        Build all replicas if a place in one of them cannot be written.
         """
-        survey, edition, away = before.survey, before.edition, before.away
-        # Before all looks and copies: what other threads write from here on shows at the next call
+        survey, possible_writes, away = before.survey, before.possible_writes, before.away
+        # First: what other threads write into the model from here on shows at the next call
         versions = read_versions(survey)
         must_renew = before.must_renew_tensors()
         if changes.entries:
-            self._apply(before, changes)
+            self._set_changed_values(before, changes)
             if _changes_training(changes):
-                edition = Edition(survey)
+                possible_writes = PossibleWrites(survey)
                 must_renew = True  # training may have written statistics without a new version
-        is_enough = True  # False once a replica cannot take what changed
+        is_complete = True  # False once a place of a replica cannot be written
         if not before.has_same_sources():
             away = self._copy_parameters(away.devices, away.originals)
             # TorchScript modules on other devices have their own parameters, which are not replaced
-            is_enough = not survey.scripts
-        is_enough = is_enough and self._give_parameters(before, away)
-        if is_enough and must_renew:
-            is_enough = all(self._renew_tensors_of(replica, before) for replica in before.replicas)
-        # Last: streams that are open must see each change that the copies may have met
+            is_complete = not survey.scripts
+        is_complete = is_complete and self._give_parameters(before, away)
+        if is_complete and must_renew:
+            is_complete = all(self._renew_tensors_of(each, before) for each in before.replicas)
+        # Last: if another thread has written while lanes got their copies, open streams must end
         generation = self._next_generation(before, changes)
-        if not is_enough:
-            return self._build(before, asked, generation)
+        if not is_complete:
+            return self._build(before, known_doubts, generation)
         return self._note_state(
-            edition, before.snapshot, asked, before.replicas, away, versions, generation
+            possible_writes,
+            before.snapshot,
+            known_doubts,
+            before.replicas,
+            away,
+            versions,
+            generation,
         )
 
-    def _apply(self, before: ModelState[Replica], changes: ModelChanges) -> None:
-        """Set changed numbers, flags, and texts in the replicas."""
+    def _set_changed_values(self, before: ModelState[Replica], changes: ModelChanges) -> None:
+        """Set changed numbers, flags, and texts in the replicas, and accept the changes."""
         before.snapshot.accept(changes)
         for replica in before.replicas:
             for place, key, _, now in changes.entries:
@@ -352,15 +385,11 @@ class Replicas:
             replica.snapshot.note()
 
     def _give_parameters(self, before: ModelState[Replica], away: ParameterCopies) -> bool:
-        """Put copies of parameters into their lanes. False if a place cannot change.
-
-        Such a place is a tuple, or the like.
-        """
-        survey = before.survey
+        """Put copies of parameters into the replicas. Return False if a place cannot be written."""
         for replica in before.replicas:
             if replica.device not in away.by_device:
                 continue  # it has the model's own
-            params = self._params_on(replica.device, survey, away)
+            params = self._params_on(replica.device, before.survey, away)
             has_these = all(map(is_, params, replica.params))
             if not has_these and not replica.replace_params(params):
                 return False
@@ -368,22 +397,22 @@ class Replicas:
 
     def _note_state(
         self,
-        edition: Edition,
+        possible_writes: PossibleWrites,
         snapshot: Snapshot,
-        asked: Asked,
+        known_doubts: KnownDoubts,
         replicas: Sequence[Replica],
         away: ParameterCopies,
         versions: Sequence[int],
         generation: int,
     ) -> ModelState[Replica]:
-        """Return the state of the model that the replicas have from here on."""
+        """Return the new state of the model. Tell the replicas whether versions show all writes."""
         for replica in replicas:
-            replica.writes_unseen = edition.writes_unseen
+            replica.writes_unseen = possible_writes.writes_unseen
         return ModelState(
-            edition,
+            possible_writes,
             snapshot,
             self.doubts,
-            asked,
+            known_doubts,
             devices=self.devices,
             replicas=replicas,
             away=away,
@@ -392,40 +421,38 @@ class Replicas:
         )
 
     def _find_changes(self, before: ModelState[Replica]) -> ModelChanges | None:
-        """Return the changes that replicas can follow; None if they must be made again.
+        """Return the changes of the model if all are changes of numbers, flags, and texts.
 
-        They follow changes of numbers, flags, and texts, which need no new copies.
+        Replicas take these without new copies. None for other changes: all replicas must be built.
         """
         if before.snapshot.is_same():
             return NO_CHANGES
         changes = before.snapshot.read_changes()
-        # Without a change of an entry, an object has another class
-        if changes.mark is None or not before.replicas or not changes.entries:
+        # If no entry has changed, the class of an object has
+        if changes.held is None or not before.replicas or not changes.entries:
             return None
         for place, key, then, now in changes.entries:
+            is_whole_list = key is None
             are_simple = type(then) in SIMPLE and type(now) in SIMPLE
-            if key is None or key in _NEED_NEW_REPLICAS or not are_simple:
+            if is_whole_list or key in _READ_BY_SURVEY or not are_simple:
                 return None
             if not all(replica.snapshot.has(place, key) for replica in before.replicas):
                 return None
         return changes
 
     def _renew_tensors_of(self, replica: Replica, state: ModelState[Replica]) -> bool:
-        """Give a lane the values of the model's tensors. False if a place cannot change.
+        """Give a lane the values of the model's tensors. Return False if a place cannot be written.
 
-        It gets new tensors, since a graph may hold the old ones. The exception is a lane that has
-        run nothing but layers of torch.nn since it got its tensors, without gradients, hooks, or
-        arguments with code of their own (`are_tensors_held`). Such layers keep no buffer, and they
-        return none: every output is a new tensor, or an argument. So the lane's modules alone hold
-        the tensors, and a write is seen by the next call alone, which it is for. The lane may be
-        at work on them on a stream; `Lanes.run_idle` orders the write after that work.
+        The lane gets new tensors, since a graph may hold the old ones. There is one exception: the
+        values are written into the old tensors if the replica alone holds them. That is so if the
+        lane has run nothing but layers of torch.nn since it got the tensors, without gradients,
+        hooks, or arguments with code of their own (`are_tensors_held`). Such layers keep no buffer
+        elsewhere, and return none. The lane may still use the tensors on a stream; `Lanes.run_idle`
+        orders the write after that work.
         """
-        may_write = (
-            state.edition.writes_statistics
-            and replica.device == state.home
-            and not replica.are_tensors_held
-            and not replica.is_lent
-        )
+        is_held = replica.are_tensors_held or replica.is_lent
+        has_statistics = state.possible_writes.writes_statistics
+        may_write = has_statistics and replica.device == state.home and not is_held
         if may_write and replica.write_tensors(state.survey.tensors):
             return True
         tensors = self._copy_tensors(replica.device, state.survey, state.home)
@@ -437,6 +464,7 @@ class Replicas:
     def _copy_parameters(
         self, devices: frozenset[torch.device], at_home: Sequence[torch.Tensor]
     ) -> ParameterCopies:
+        """Return new copies of parameters, and count them."""
         if not devices:
             return NO_COPIES
         away = ParameterCopies(devices, at_home, detach=self._options.detach)
@@ -448,42 +476,45 @@ class Replicas:
     def _params_on(
         self, device: torch.device, survey: Survey, away: ParameterCopies
     ) -> list[torch.Tensor]:
-        """Return the parameters as lanes on a device hold them."""
-        params = survey.params
-        if device not in away.by_device and self._options.detach:
-            return [*map(_detach, params)]
-        if device not in away.by_device:
-            return params
-        copies = dict(zip(map(id, away.originals), away.by_device[device], strict=True))
-        return [copies.get(id(tensor), tensor) for tensor in params]
+        """Return the parameters that lanes on a device use, in the order of the survey's.
+
+        These are copies; on the model's device, the model's own, or tensors with their memory.
+        """
+        if device in away.by_device:
+            copies = dict(zip(map(id, away.originals), away.by_device[device], strict=True))
+            return [copies.get(id(tensor), tensor) for tensor in survey.params]
+        if self._options.detach:
+            return [*map(_detach, survey.params)]
+        return survey.params
 
     def _copy_tensors(
         self, device: torch.device, survey: Survey, home: torch.device | None
     ) -> list[torch.Tensor]:
-        """Return new copies of the model's other tensors for a lane.
+        """Return new copies of the model's tensors besides parameters, for a lane to own.
 
-        Tensors that share memory have copies that do.
+        Copies of tensors that share memory share memory too, on the model's device.
         """
         tensors = survey.tensors
         if device == home or home is None:
             return clone_all(tensors)
         at_home = [tensor for tensor in tensors if tensor.device == home]
-        moved = dict(zip(map(id, at_home), copies_on([device], at_home)[device], strict=True))
-        found: list[torch.Tensor] = []
+        moved = copies_on([device], at_home)[device]
+        copies = dict(zip(map(id, at_home), moved, strict=True))
         with lasting():
             for tensor in tensors:
-                # A tensor elsewhere than the model stays on its device
-                is_at_home = id(tensor) in moved
-                found.append(moved[id(tensor)] if is_at_home else tensor.detach().clone())
+                if tensor.device != home:  # it stays on its device
+                    copies[id(tensor)] = tensor.detach().clone()
         with self._lock:
             self.copied_bytes += bytes_of_all(at_home)
+        found = [copies[id(tensor)] for tensor in tensors]
         for tensor, copied in zip(tensors, found, strict=True):
             vars(copied).update(vars(tensor))  # attributes that code of the user's has set
         return found
 
     def _drop(self, state: ModelState[Replica]) -> None:
         """Empty replicas that neither a backward pass nor an output may use."""
-        has_moved = state.sources.have_moved()  # then their graphs are of no use
+        # Graphs that lead to the former memory of the parameters are of no use
+        has_moved = state.sources.have_moved()
         for replica in state.replicas:
             if has_moved or not (replica.has_graph or replica.is_lent):
                 replica.clear()
@@ -491,35 +522,35 @@ class Replicas:
             state.away.clear()
 
     def share_buffers(self) -> None:
-        """Give the first replica the model's own buffers, if it is on the model's device.
+        """Lend the first replica the model's own buffers, if it is on the model's device.
 
-        For `replicate`: there, calls of the first replica update the model, as in torch.
+        For `replicate`, after which calls of the first replica update the model, as in torch.
         """
         state, first = self.state, self.state.replicas[0]
         if first.device == state.home:
             first.replace_tensors([*state.survey.tensors])
-            first.are_tensors_held = True
+            first.are_tensors_held = True  # so the replica never writes them: they are borrowed
 
     def copy_for_lanes(self, value: Any) -> tuple[list[Any], bool]:
-        """Return one copy of a callable per lane, and True if it holds a random generator.
+        """Return one copy of a callable per lane, and True if the callable draws random numbers.
 
-        A callable without state is shared.
+        Lanes share a callable without state. The caller owns the list.
 
         Raises:
             ReplicaError: If it cannot be copied.
         """
         survey = Survey(value)
         draws = bool(survey.generators)
-        if not (survey.places or survey.opaque or survey.twins):
+        if not (survey.places or survey.opaque or survey.closures):
             return [value] * len(self.devices), draws
         for replica in self.state.replicas:
-            replica.are_tensors_held = True
+            replica.are_tensors_held = True  # perhaps by the copies
         return [replica.copy_other(survey) for replica in self.state.replicas], draws
 
     def _follow_streams(self, state: ModelState[Replica]) -> bool:
-        """Keep the memory of replicas, once freed, until the caller's new streams are done with it.
+        """If the caller has changed its streams, keep freed memory of replicas until they are idle.
 
-        Return True if the replicas must be made again.
+        Return True if the replicas must be built again.
         """
         if not state.has_other_streams():
             return False
@@ -528,7 +559,8 @@ class Replicas:
             record_use(replica.tensors)
         must_drop = bool(state.away.by_device) and torch.is_grad_enabled()
         if must_drop:
-            # Parameters remember the stream of the graphs that lead to them, so these must end
+            # While a graph leads to a parameter, torch keeps the stream on which it adds up the
+            # gradient. So all references to old graphs go: `_drop` empties these replicas
             for replica in state.replicas:
                 replica.has_graph = False
             state.away.clear()
@@ -537,12 +569,12 @@ class Replicas:
     # The writes of calls
 
     def settle_call(self, used: Sequence[Replica], versions: Sequence[int]) -> None:
-        """Settle the writes of the lanes of a cut call, in the caller's thread.
+        """Give back, note, or refuse what the lanes of a cut call wrote. For the caller's thread.
 
-        `versions` are those that the parameters had before it.
+        `versions` are those of the parameters before the call.
 
         Raises:
-            ReplicaError: As for `settle_writes`; if forward wrote a parameter.
+            ReplicaError: If forward wrote a parameter; as for `settle_writes`.
         """
         state = self.state
         if [*map(version_of, state.params)] != versions:
@@ -550,26 +582,26 @@ class Replicas:
         if state.away.by_device:
             self._refuse_writes_away(used)
         if True in map(_is_dirty, used) or state.must_renew_tensors():
-            self.unkept.add(settle_writes(state.edition, used, is_cut=True))
+            self.unkept.add(settle_writes(state.possible_writes, used, is_cut=True))
         if self.unkept.waiting:
             self.unkept.warn()
 
     def settle_whole(self, replica: Replica, versions: Sequence[int]) -> None:
-        """Settle the writes of a whole call, in the thread of its lane.
+        """Note or refuse what a whole call wrote. For the thread of its lane.
 
         Raises:
             ReplicaError: If forward made a layer; if it wrote a parameter.
         """
         state = self.state
         replica.is_dirty = not replica.snapshot.is_same()
-        # A lane elsewhere has copies, so forward cannot have written the parameters themselves
+        # In a lane on another device, forward cannot reach the model's own parameters
         is_at_home = replica.device not in state.away.by_device
         if is_at_home and [*map(version_of, state.params)] != versions:
             self.refuse_write(versions, state)
         if state.away.by_device:
             self._refuse_writes_away([replica])
         if replica.is_dirty or replica.is_written():
-            self.unkept.add(settle_writes(state.edition, [replica], is_cut=False))
+            self.unkept.add(settle_writes(state.possible_writes, [replica], is_cut=False))
 
     def prepare(self, replica: Replica) -> None:
         """Bring a replica to the model's state before a whole call, in the thread of its lane."""
@@ -578,20 +610,20 @@ class Replicas:
         state = self.state
         must_renew = state.renews_always or replica.is_written()
         if must_renew and not self._renew_tensors_of(replica, state):
-            # A tuple, or the like, holds one of them, so the old ones stay and get the values. If a
-            # graph holds them, torch refuses its backward pass
+            # A place cannot be written, such as one in a tuple. So the old tensors get the values.
+            # If a graph holds them, torch refuses its backward pass
             tensors = self._copy_tensors(replica.device, state.survey, state.home)
             with torch.no_grad():
                 copy_all(replica.tensors, tensors)
             replica.note_versions()
-        # Last, as new tensors reset it: what a whole call runs and returns is not looked at
+        # Last, as new tensors reset it. No code checks whether a whole call keeps a tensor
         replica.are_tensors_held = True
 
     def refuse_write(self, versions: Sequence[int], state: ModelState[Replica]) -> None:
-        """Raise an error that names the first parameter with another version than it had.
+        """Raise an error that names the first parameter with another version than before the call.
 
         Raises:
-            ReplicaError: If there is one that forward may not write.
+            ReplicaError: If forward may not write the parameter, as it may with `max_norm`.
         """
         for tensor, before in zip(state.params, versions, strict=True):
             if version_of(tensor) != before and not may_renormalize(state.survey, tensor):
@@ -603,26 +635,26 @@ class Replicas:
         found += [replica.copies_of_scripts.find_written() for replica in used]
         for written in found:
             if written is not None:
-                self.renew()  # the model does not have the write
+                self.doubt_everything()  # the lanes need copies without the write
                 raise parameter_error(self.state.survey, written)
 
     def read_contents(self) -> list[Any]:
-        """Return the memory and a sum of each parameter and copy.
+        """Return the address, the flag, and the sum of each parameter and copy, by `contents_of`.
 
-        They also show writes through ``.data``.
+        These also show writes through ``.data``.
         """
         copies = [copied for _, copied in self.state.away.pairs()]
         with torch.no_grad():
             return [*map(contents_of, [*self.state.params, *copies])]
 
     def check_contents(self, before: list[Any]) -> None:
-        """Raise an error if the parameters have other contents than `read_contents` returned.
+        """Refuse a write into a parameter. `before` is what `read_contents` returned.
 
         Raises:
-            ReplicaError: If so. The message names the first one.
+            ReplicaError: If a parameter has other contents now. The message names the first one.
         """
         state = self.state
-        # In the order of `read_contents`; an error names the parameter in place of its copy
+        # In the order of `read_contents`, with the parameter for each copy, for the message
         originals = [original for original, _ in state.away.pairs()]
         tensors = [*state.params, *originals]
         for tensor, then, now in zip(tensors, before, self.read_contents(), strict=True):

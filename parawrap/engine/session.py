@@ -88,12 +88,12 @@ class Session(Calls):
 
             # Must a call look for writes of forward?
             brings_code = prepare is not None or any(global_hooks)
-            may_write = brings_code or not state.edition.is_quiet
-            looks_at_contents = not state.edition.is_checked or survey.writes_data
+            may_write = brings_code or not state.possible_writes.is_quiet
+            looks_at_contents = not state.possible_writes.watched_whole_call or survey.writes_data
             first_call_lock = None
             if may_write and looks_at_contents:
                 first_call_lock = threading.Lock()
-                state.edition.is_checked = True
+                state.possible_writes.watched_whole_call = True
             is_quiet = not may_write and not self.recorder.traces and self.rules.keep_single
 
             # Must one lane run all calls?
@@ -156,7 +156,7 @@ class Session(Calls):
 
         It never waits: a callback in a lane may call it.
         """
-        self.replicas.renew()
+        self.replicas.doubt_everything()
 
     def close(self) -> None:
         """Let the lanes finish, and end them. A call in flight finishes too."""

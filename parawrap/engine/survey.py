@@ -1,7 +1,8 @@
 """One walk over everything that a target leads to: its modules, tensors, containers, and functions.
 
 A replica is `copy.deepcopy` of the target, so the walk follows what deepcopy copies. It refuses
-what lanes could only share: modules behind globals, iterators, weak references to modules.
+objects that lanes would have to share, and must not: modules that globals name, iterators, and weak
+references to modules.
 """
 
 from __future__ import annotations
@@ -98,27 +99,33 @@ _TASKS = (
 )
 # Objects with a life outside the model. All lanes use the same one
 _SHARED = (*_CODE, *_FILES, *_REFERENCES, *_LOGS, *_LOCKS, *_TASKS)
-# Types such as ``Optional[Tensor]`` are not instances of `type`. A copy of one comes from a cache,
-# which has it still
-_OF_TYPES = ("typing", "types", "typing_extensions")
-# Their objects are handles: compiled code, operators, process groups, streams
-_SHARED_BY_MODULE = ("torch._dynamo", "torch._C", "torch._ops", "torch.distributed", "torch.cuda")
+# The modules with the classes of types such as ``Optional[Tensor]``, which are not instances of
+# `type`. Python caches these types, so a replica must not empty one
+_TYPING_MODULES = ("typing", "types", "typing_extensions")
+# The modules with the classes of handles: compiled code, operators, process groups, streams
+_MODULES_OF_HANDLES = (
+    "torch._dynamo",
+    "torch._C",
+    "torch._ops",
+    "torch.distributed",
+    "torch.cuda",
+)
 # Levels of lists and dicts in a closure that are searched for modules; a guess that no test has
 # contradicted, and it ends the search of a list that holds itself
 _DEEPEST_LIST = 3
 
 
 class Holder(NamedTuple):
-    """A container that holds an object, and the key of the object in it."""
+    """A container that holds a tensor or a function, and its key there."""
 
     place: Place
     key: Any
 
 
 class _Visit(NamedTuple):
-    """An object that the walk has found: the object, its path, and the container that holds it.
+    """An object that the walk has found, and its path.
 
-    `holder` is None if the container cannot change, such as a tuple.
+    `holder` is None if the object is in a container that cannot be written, such as a tuple.
     """
 
     value: Any
@@ -127,37 +134,38 @@ class _Visit(NamedTuple):
 
 
 class Survey:
-    """All that a target leads to. The walk is iterative, so that depth costs no recursion.
+    """All that a target leads to. A survey borrows the objects, and writes none of them.
+
+    It does not change once it is made. `methods` are the methods that calls enter, besides forward.
+    With `shares_hooks`, hooks are not among the closures: all lanes use the model's own, as in
+    torch.nn.DataParallel.
 
     Attributes:
-        owned: All objects that the walk has found, by their ids. They stay alive here, so that no
+        objects: All objects that the walk has found, by their ids. They stay alive here, so that no
             other object gets one of these ids.
         paths: The paths of objects, by their ids.
         places: The containers that lanes get copies of.
-        params: The parameters, and other tensors that learn or share memory with them. Lanes on
-            their device share them.
+        params: The parameters, and other tensors that require gradients or share memory with a
+            parameter. Lanes on their device share them.
         tensors: The other tensors. Each lane has its own copy.
-        versioned: Those of the other tensors that have versions: all but inference tensors.
+        versioned: The members of `tensors` that have versions: all but inference tensors.
         modules: The modules, each before its submodules.
         generators: The generators of random numbers that the target holds, or its code names.
         shared: The objects that all lanes use.
         scripts: The TorchScript modules among these.
-        opaque: The instances that only `copy.deepcopy` can copy.
+        opaque: The objects without attributes, into which the walk cannot look.
         functions: The functions that are not compiled.
-        twins: The functions with closures that hold parts of the model. Each lane gets its own.
-        holders: By the id of a tensor or a function, the containers that hold it; None for a
-            container that cannot change, such as a tuple.
-        left_out: The attributes that copies of a module do not have, such as the trainer of a
-            LightningModule.
-        namespaces: The dicts that deepcopy would take apart wrongly, such as those with
+        closures: The functions that capture parts of the model. Each lane gets its own.
+        holders: By the id of a tensor or a function, the containers that hold it; None for one that
+            cannot be written, such as a tuple.
+        left_out: Modules, each with an attribute that its copies do not get, such as the trainer
+            of a LightningModule.
+        namespaces: The dicts that deepcopy would not copy rightly, such as one with
             ``self.__dict__ = self``.
-        is_lazy: True if a parameter waits for the first call to get a shape.
-        writes_data: True if forward may write tensors without a new version.
+        is_lazy: True if a parameter gets its shape in the first call.
+        writes_data: True if forward may write a parameter, and leave its version alone.
         in_turns: True if lanes must run one after another, because forward writes shared weights or
             gradients.
-
-    With `shares_hooks`, hooks are not among the twins: each keeps the cells of its closure, as in
-    torch.nn.DataParallel.
 
     Raises:
         ReplicaError: If the target leads to something that cannot be copied. The message names the
@@ -169,8 +177,8 @@ class Survey:
     ) -> None:
         self.target = target
         self._shares_hooks = shares_hooks
-        self._shared_hooks: set[int] = set()
-        self.owned: dict[int, Any] = {}
+        self._shared_hooks: set[int] = set()  # ids
+        self.objects: dict[int, Any] = {}
         self.paths: dict[int, str] = {}
         self.places: list[Place] = []
         self.params: list[torch.Tensor] = []
@@ -186,19 +194,27 @@ class Survey:
         self.holders: dict[int, list[Holder | None]] = {}
         self._walk(target)
         self._share_aliases()
-        self._buffers = {
-            id(tensor)
-            for tensor in self.tensors
-            if any(place.kind == BUFFERS for place in self.places_of(tensor))
-        }
-        self.twins = self._find_twins()
-        self._enter_cells()
+
+        self._buffers: set[int] = set()  # ids
+        for tensor in self.tensors:
+            kinds = {place.kind for place in self.places_of(tensor)}
+            if BUFFERS in kinds:
+                self._buffers.add(id(tensor))
         self.is_lazy = any(map(is_lazy, self.params))
         self.versioned: list[torch.Tensor] = []
         if not self.is_lazy:  # a tensor without a shape has no version
             self.versioned += [tensor for tensor in self.tensors if not tensor.is_inference()]
-        owners = [*self.modules, *(place.owner for place in self.places if place.kind == "vars")]
-        classes = {base for owner in owners for base in type(owner).__mro__}
+
+        self.closures = self._find_closures()
+        self._enter_cells()
+
+        # What may forward write, by the code of all classes in the model?
+        classes: set[type] = set()
+        for module in self.modules:
+            classes.update(type(module).__mro__)
+        for place in self.places:
+            if place.kind == "vars":
+                classes.update(type(place.owner).__mro__)
         writes = find_writes(classes, self.functions, methods, self.paths)
         # Embeddings with `max_norm` write their weights in forward, in C++
         renormalizes = any(getattr(module, "max_norm", None) is not None for module in self.modules)
@@ -210,7 +226,7 @@ class Survey:
         return self.paths.get(id(value)) or "the target"
 
     def places_of(self, tensor: torch.Tensor) -> list[Place]:
-        """Return the containers that hold a tensor, without those that cannot change."""
+        """Return the containers that hold a tensor, without those that cannot be written."""
         holders = self.holders.get(id(tensor), ())
         return [holder.place for holder in holders if holder is not None]
 
@@ -226,22 +242,22 @@ class Survey:
             value, path, holder = waiting.pop()
             if isinstance(value, (torch.Tensor, types.FunctionType)):
                 self.holders.setdefault(id(value), []).append(holder)
-            if id(value) in self.owned or isinstance(value, _IMMUTABLE):
+            if id(value) in self.objects or isinstance(value, _IMMUTABLE):
                 continue
-            self._own(value, path)
-            # The last one is taken first, so objects are entered in the order of their paths
+            self._note(value, path)
+            # `pop` takes the last one. In reverse, parts are visited in their order in the object
             waiting += reversed([*self._enter(value, path)])
 
-    def _own(self, value: Any, path: str) -> None:
+    def _note(self, value: Any, path: str) -> None:
         """Note an object and its path."""
-        self.owned[id(value)] = value
+        self.objects[id(value)] = value
         self.paths[id(value)] = path
 
     def _enter(self, value: Any, path: str) -> Iterable[_Visit]:
-        """Enter an object, and return each of its parts."""
+        """Enter an object into the lists of its kind, and return its parts."""
         if isinstance(value, torch.Tensor):
-            learns = isinstance(value, torch.nn.Parameter) or value.requires_grad
-            found = self.params if learns else self.tensors
+            is_parameter = isinstance(value, torch.nn.Parameter) or value.requires_grad
+            found = self.params if is_parameter else self.tensors
             found.append(value)
             return ()
         if isinstance(value, torch.jit.ScriptModule):
@@ -271,10 +287,9 @@ class Survey:
             self.namespaces.append(value)
         # A list of the entries, here and below, is made in one step: other threads may write
         entries = [*dict.items(value)]
-        keys = [key for key, _ in entries if not isinstance(key, _IMMUTABLE)]
+        keys = [_Visit(key, f"{path} key") for key, _ in entries]
         items = self._enter_container(value, "items", path, entries)
-        attributes = self._enter_attributes(value, path)
-        return [*(_Visit(key, f"{path} key") for key in keys), *items, *attributes]
+        return [*keys, *items, *self._enter_attributes(value, path)]
 
     def _enter_module(self, module: torch.nn.Module, path: str) -> Iterable[_Visit]:
         names = {cls.__name__ for cls in type(module).__mro__}
@@ -290,15 +305,15 @@ class Survey:
             return [_Visit(compiled_original(module), f"{path}._orig_mod".lstrip("."))]
         state = _state_of(module)
         self.left_out += [(module, name) for name in [*vars(module)] if name not in state]
-        own = [(name, part) for name, part in state.items() if name not in MODULE_TABLES]
-        attributes = self._enter_container(module, "vars", path, own)
+        entries = [(name, part) for name, part in state.items() if name not in MODULE_TABLES]
+        attributes = self._enter_container(module, "vars", path, entries)
         parts: list[_Visit] = []
         for name, table in state.items():
             if name in NOT_CALLED:  # such as hooks of `state_dict`: lanes share the table as it is
-                self.owned[id(table)] = table
+                self.objects[id(table)] = table
                 self.shared.append(table)
             elif name in MODULE_TABLES and isinstance(table, dict):
-                self._own(table, path)
+                self._note(table, path)
                 # A table of hooks is an OrderedDict. Its own views are not read in one step
                 entries = [*dict.items(table)]
                 parts += self._enter_container(module, name, path, entries)
@@ -311,12 +326,13 @@ class Survey:
             self.shared.append(function)
             return ()
         self.functions.append(function)
-        named = map(function.__globals__.get, function.__code__.co_names)
-        self.generators += filter(is_generator, named)
+        values_of_globals = map(function.__globals__.get, function.__code__.co_names)
+        self.generators += filter(is_generator, values_of_globals)
+        captured = list_captured(function)
         return [
             _Visit(part, f"{path} captures {name}")
-            for name, part in list_captured(function)
-            if _is_model(part)
+            for name, part in captured
+            if _belongs_to_model(part)
         ]
 
     def _enter_instance(self, value: Any, path: str) -> Iterable[_Visit]:
@@ -327,10 +343,11 @@ class Survey:
                 "its items in a list"
             )
             raise ReplicaError(msg)
-        draws = is_generator(value)
-        if draws:
+        if is_generator(value):
             self.generators.append(value)
-        if draws or _is_shared(value):
+            self.shared.append(value)
+            return ()
+        if _is_shared(value):
             self.shared.append(value)
             return ()
         if vars_of(value) is None and not names_of_slots(type(value)):
@@ -340,16 +357,17 @@ class Survey:
     def _enter_attributes(self, value: Any, path: str) -> Iterable[_Visit]:
         """Enter the attributes and the slots of an object, and return them."""
         found: list[_Visit] = []
-        own = vars_of(value)
-        if own is not None and own is not value:  # it is with ``self.__dict__ = self``
+        attributes = vars_of(value)
+        is_own_namespace = attributes is value  # after ``self.__dict__ = self``
+        if attributes is not None and not is_own_namespace:
             is_container = isinstance(value, (dict, *LISTS))
-            # Of a container without attributes, the items are the only place
-            if own or not is_container:
-                found += self._enter_container(value, "vars", path, [*own.items()])
+            # Most containers of a subclass have no attributes. Then their items are enough
+            if attributes or not is_container:
+                found += self._enter_container(value, "vars", path, [*attributes.items()])
         names = names_of_slots(type(value))
         if names:
-            parts = [read_slot(value, name) for name in names]
-            filled = [(at, part) for at, part in enumerate(parts) if part is not ABSENT]
+            parts = enumerate([read_slot(value, name) for name in names])
+            filled = [(index, part) for index, part in parts if part is not ABSENT]
             found += self._enter_container(value, "slots", path, filled)
         return found
 
@@ -368,43 +386,46 @@ class Survey:
         self.shared.append(module)
         self.scripts.append(module)
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-            if id(tensor) not in self.owned:
-                self._own(tensor, f"{path}.{name}".lstrip("."))
+            if id(tensor) not in self.objects:
+                self._note(tensor, f"{path}.{name}".lstrip("."))
                 self.params.append(tensor)
 
     def _share_aliases(self) -> None:
-        """Count tensors that share memory with a parameter as parameters.
+        """Move tensors that share memory with a parameter to the parameters.
 
-        Lanes share their memory too. A copy would keep the old values after a write.
+        Lanes share the memory of parameters. A lane's copy of such a tensor would keep the old
+        values after a write into the parameter.
         """
         # Without the 0 of tensors that have no memory, such as sparse ones
-        memory = set(filter(None, map(storage_of, self.params)))
-        aliases = [tensor for tensor in self.tensors if storage_of(tensor) in memory]
-        if aliases:
-            self.params += aliases
-            known = set(map(id, aliases))
-            self.tensors = [tensor for tensor in self.tensors if id(tensor) not in known]
+        memory = {*map(storage_of, self.params)} - {0}
+        others: list[torch.Tensor] = []
+        for tensor in self.tensors:
+            found = self.params if storage_of(tensor) in memory else others
+            found.append(tensor)
+        self.tensors = others
 
-    def _find_twins(self) -> list[types.FunctionType]:
+    def _find_closures(self) -> list[types.FunctionType]:
         """Return the functions that capture parts of the model, or other such functions."""
         parts = {id(place.owner) for place in self.places}
         parts.update(map(id, self.params))
-        twins: list[types.FunctionType] = []
+        closures: list[types.FunctionType] = []
         others = [each for each in self.functions if id(each) not in self._shared_hooks]
-        while found := [each for each in others if _captures_part(each, parts)]:
-            twins += found
+        while True:
+            found = [each for each in others if _captures_part(each, parts)]
+            if not found:
+                return closures
+            closures += found
             # Other functions may capture these, which are parts of the model from here on
             parts.update(map(id, found))
             others = [each for each in others if id(each) not in parts]
-        return twins
 
     def _enter_cells(self) -> None:
-        """Enter the closure cells of twins: a caller may bind one again."""
-        for function in self.twins:
+        """Enter the cells of closures: code of the user's may bind a captured name again."""
+        for function in self.closures:
             names = function.__code__.co_freevars
             for name, cell in zip(names, function.__closure__ or (), strict=True):
-                if id(cell) not in self.owned:
-                    self.owned[id(cell)] = cell
+                if id(cell) not in self.objects:
+                    self.objects[id(cell)] = cell
                     path = f"{self.path_of(function)} captures {name!r}"
                     # Without entries: the walk has followed what the cell holds
                     self._enter_container(cell, "cell", path, ())
@@ -425,7 +446,7 @@ def vars_of(value: Any) -> dict[str, Any] | None:
 
 
 def home_of_survey(survey: Survey) -> torch.device | None:
-    """Return the device of a target; without a module, that of the first tensor that it holds."""
+    """Return the device of a module; for another target, that of the first tensor that it holds."""
     home = home_of_target(survey.target)
     if home is not None:
         return home
@@ -454,26 +475,28 @@ def _first_tensor(module: torch.nn.Module) -> torch.Tensor | None:
 
 
 def _state_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that its copy gets.
+    """Return the attributes of a module that its copies get, according to its ``__getstate__``.
 
-    A copy has None for the trainer of a LightningModule.
+    That of a LightningModule replaces the trainer by None, so the copies do not get the trainer.
     """
     cls = type(module)
+    # The list, here and below, is made in one step: other threads may set attributes
+    entries = [*vars(module).items()]
     if cls.__getstate__ is torch.nn.Module.__getstate__ or hasattr(cls, "__deepcopy__"):
-        # The list is made in one step: other threads may set attributes
-        return dict([*vars(module).items()])
+        return dict(entries)
     state: Any = module.__getstate__()
-    kept = state if isinstance(state, dict) else {}
+    if not isinstance(state, dict):
+        return {}
     found: dict[str, Any] = {}
-    for name, part in [*vars(module).items()]:
-        is_dropped = name not in kept or (kept[name] is None and part is not None)
-        if not is_dropped:
+    for name, part in entries:
+        is_replaced = part is not None and state.get(name) is None
+        if name in state and not is_replaced:
             found[name] = part
     return found
 
 
-def _is_model(part: Any) -> bool:
-    """True for a part of a closure that belongs to the model: lanes share all other parts."""
+def _belongs_to_model(part: Any) -> bool:
+    """True for a captured value that belongs to the model. Lanes share other captured values."""
     part = owner_of(part)
     is_code = isinstance(part, (torch.nn.Module, types.FunctionType, functools.partial))
     learns = isinstance(part, torch.Tensor) and part.requires_grad
@@ -483,11 +506,11 @@ def _is_model(part: Any) -> bool:
 def _is_shared(value: Any) -> bool:
     """True for an object that all lanes use."""
     cls = type(value)
-    is_type = cls.__module__ in _OF_TYPES and cls is not types.SimpleNamespace
-    is_of_torch = cls.__module__.startswith(_SHARED_BY_MODULE)
-    # A bare object() is a mark, which code compares by identity
-    is_mark = cls is object or _is_singleton(value)
-    return isinstance(value, _SHARED) or is_of_torch or is_type or is_mark
+    is_type = cls.__module__ in _TYPING_MODULES and cls is not types.SimpleNamespace
+    is_handle = cls.__module__.startswith(_MODULES_OF_HANDLES)
+    # A bare object() is a sentinel, which code compares by identity
+    is_sentinel = cls is object or _is_singleton(value)
+    return isinstance(value, _SHARED) or is_handle or is_type or is_sentinel
 
 
 def _refuse_weak_module(value: Any, path: str) -> None:
@@ -504,7 +527,7 @@ def _refuse_weak_module(value: Any, path: str) -> None:
 
 
 def _is_singleton(value: Any) -> bool:
-    """True for an attribute of its class, as the members of enums are."""
+    """True for an attribute of its own class, as the members of an enum are."""
     return any(each is value for each in [*vars(type(value)).values()])
 
 
@@ -519,23 +542,25 @@ def _has_plain_lookup(value: Any) -> bool:
 
 def _captures_part(function: types.FunctionType, parts: set[int]) -> bool:
     """True if a function captures a part of the model. `parts` are the ids of the parts."""
-    return any(_leads(part, parts) for _, part in list_captured(function))
+    return any(_is_part(value, parts) for _, value in list_captured(function))
 
 
-def _leads(part: Any, parts: set[int], depth: int = 0) -> bool:
-    """True if a captured value is, or leads to, a part of the model.
+def _is_part(value: Any, parts: set[int], depth: int = 0) -> bool:
+    """True if a captured value is a part of the model, a method of one, a module, or a partial.
+
+    `depth` is the number of lists and dicts around the value.
 
     Raises:
-        ReplicaError: If it is a list, tuple, or dict of such parts.
+        ReplicaError: If the value is a list, tuple, or dict that holds such a part.
     """
-    part = owner_of(part)
-    if id(part) in parts or isinstance(part, (torch.nn.Module, functools.partial)):
+    value = owner_of(value)
+    if id(value) in parts or isinstance(value, (torch.nn.Module, functools.partial)):
         return True
-    if depth < _DEEPEST_LIST and isinstance(part, (list, tuple, dict)):
-        held = [*part.values()] if isinstance(part, dict) else [*part]
-        if any(_leads(each, parts, depth + 1) for each in held):
+    if depth < _DEEPEST_LIST and isinstance(value, (list, tuple, dict)):
+        held = [*value.values()] if isinstance(value, dict) else [*value]
+        if any(_is_part(each, parts, depth + 1) for each in held):
             msg = (
-                f"a function captures a {type(part).__name__} that holds parts of the model. Make "
+                f"a function captures a {type(value).__name__} that holds parts of the model. Make "
                 "it an attribute of the model, or give it by functools.partial"
             )
             raise ReplicaError(msg)

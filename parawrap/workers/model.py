@@ -15,10 +15,10 @@ from parawrap._public import public
 from parawrap.engine.batched_copies import bytes_of_all, lasting
 from parawrap.engine.called_code import list_captured, names_of_globals
 from parawrap.engine.copy_checks import was_disturbed
-from parawrap.engine.edition import Edition, is_written_unseen
-from parawrap.engine.model_state import Asked, Doubts, ModelState, Snapshot
+from parawrap.engine.model_state import Doubts, KnownDoubts, ModelState, Snapshot
 from parawrap.engine.parameter_copies import Sources, note_optimizer_steps
 from parawrap.engine.places import MOST_COPIES
+from parawrap.engine.possible_writes import PossibleWrites, is_written_unseen
 from parawrap.engine.refused_models import home_of
 from parawrap.engine.survey import Survey
 from parawrap.errors import SessionError, UnsendableError
@@ -139,12 +139,12 @@ class SentModel:
                 self.copied_bytes += bytes_of_all(self._tensors)
             # After an error or Ctrl-C below, the next call must pack the target again
             self._state = None
-            # Before the target is read: a later `renew` counts for the next call
-            asked = self._doubts.read()
-            self._state, self._packed = self._pack_target(asked)
+            # Before the target is read: a `renew` from here on counts for the next call
+            known_doubts = self._doubts.read()
+            self._state, self._packed = self._pack_target(known_doubts)
         return self._packed
 
-    def _pack_target(self, asked: Asked) -> tuple[ModelState[Any], Packed]:
+    def _pack_target(self, known_doubts: KnownDoubts) -> tuple[ModelState[Any], Packed]:
         """Return the state of the target, and the packed target."""
         attempts = 0
         while True:
@@ -152,7 +152,7 @@ class SentModel:
             state = None
             try:
                 # The state first: it shows changes that come while the target is packed
-                state = self._survey_target(asked)
+                state = self._survey_target(known_doubts)
                 return state, self._pack()
             except Exception as error:
                 # Another thread may be changing the dicts that pickle walks: pack once more
@@ -206,19 +206,19 @@ class SentModel:
         self._captured = self._read_captured()
         return packed
 
-    def _survey_target(self, asked: Asked) -> ModelState[Any]:
+    def _survey_target(self, known_doubts: KnownDoubts) -> ModelState[Any]:
         """Return the state of the target. Note the tensors that the state does not watch."""
         survey = Survey(None if self._is_build else self.target)
         refuse_generators(survey, "the model")
         # The second argument returns the copy of an object in a replica: here the object itself
         snapshot = Snapshot(survey.places, lambda owner: owner, is_model=True)
         # After the snapshot, which shows if a training flag changes from here on
-        edition = Edition(survey)
+        possible_writes = PossibleWrites(survey)
         self._tensors = [*survey.params, *survey.tensors]
         # All tensors are sources, since workers have copies of all: a write into any of them makes
         # the state stale
         state: ModelState[Any] = ModelState(
-            edition, snapshot, self._doubts, asked, sources=Sources(self._tensors)
+            possible_writes, snapshot, self._doubts, known_doubts, sources=Sources(self._tensors)
         )
         self._function = None
         has_model = self._is_build or survey.modules or self._tensors
@@ -226,7 +226,7 @@ class SentModel:
             self._function = self._pack_function()
         # Writes into these give no new versions, so their values are compared
         unseen = [tensor for tensor in self._tensors if tensor.is_inference()]
-        if edition.trains:  # statistics of norms, for example
+        if possible_writes.trains:  # statistics of norms, for example
             unseen += filter(is_written_unseen, survey.tensors)
         # Without a graph, and usable in every mode: later calls compare the clones
         with lasting():

@@ -16,11 +16,11 @@ import torch
 from parawrap._private_names import version_of
 from parawrap.engine.borrowed import NOTHING, Loan, lend
 from parawrap.engine.called_code import is_generator
-from parawrap.engine.edition import is_written_unseen
 from parawrap.engine.given_arguments import mark_arguments, read_changes
 from parawrap.engine.lanes import Modes
 from parawrap.engine.lent_containers import paths_of_containers
 from parawrap.engine.output_handover import hand_over
+from parawrap.engine.possible_writes import is_written_unseen
 from parawrap.engine.replicas import Replicas
 from parawrap.engine.streams import as_call
 from parawrap.engine.survey import Survey, home_of_survey, home_of_target
@@ -310,7 +310,7 @@ class ModelServer:
         replicas.settle_whole(replica, versions)
         if contents is not None:
             replicas.check_contents(contents)
-        if not form.is_whole and state.edition.trains and _has_other_buffers(replicas):
+        if not form.is_whole and state.possible_writes.trains and _has_other_buffers(replicas):
             raise SessionError(_TRAINS)
         if numbers is not None and not torch.equal(numbers, torch.get_rng_state()):
             raise SessionError(_DRAWS)

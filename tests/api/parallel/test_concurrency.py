@@ -21,7 +21,7 @@ from torch.testing import assert_close
 from torch.utils.hooks import RemovableHandle
 
 from parawrap import parallel
-from parawrap.engine.edition import Edition
+from parawrap.engine.possible_writes import PossibleWrites
 from tests.helpers.calling import Stateful, lane_threads, mlp
 from tests.helpers.processes import run_script
 from tests.helpers.waiting import PATIENCE_S, eventually
@@ -317,13 +317,13 @@ def test_a_training_flag_set_while_lanes_are_made(monkeypatch):
     model, x = nn.Sequential(nn.BatchNorm1d(2)).eval(), torch.randn(6, 2)
     works = [model.train]
 
-    class EditionMeanwhile(Edition):
+    class PossibleWritesMeanwhile(PossibleWrites):
         def __init__(self, survey):
             super().__init__(survey)
             if works:
                 works.pop()()
 
-    monkeypatch.setattr("parawrap.engine.replicas.Edition", EditionMeanwhile)
+    monkeypatch.setattr("parawrap.engine.replicas.PossibleWrites", PossibleWritesMeanwhile)
     with parallel(model, TWO, out_dims=0):
         model(x)
     assert model[0].num_batches_tracked == 1
