@@ -58,8 +58,10 @@ quiet          | forward writes nothing, so looks for its writes are left out (`
 dirty          | a call may have left something in a replica, which is put back before the next one
 lent, loan     | the copies that a lane has of the caller's arguments, as they were before forward
 moment, mark   | the position of the caller on streams when it made a call (`device_streams.py`)
+place          | a container of a model: its owner, its kind, and the path to it (`places.py`)
+learns         | requires gradients, as a parameter that is not frozen does
 survey, state  | what the model leads to, and what it held at the last refresh; `replicas.py` has
-               | a table of these
+               | a table of these, and one of the words build, update, renew, restore, and doubt
 
 - A call is decided from the call alone: from its arguments, the options of the block, the model,
   and the modes of torch. It never depends on earlier calls, on a measured time, on two equal

@@ -79,15 +79,15 @@ def find_writes(
     weights = gradients = False
     while waiting:
         function = waiting.pop()
-        place = paths.get(id(function)) or function.__qualname__
+        where = paths.get(id(function)) or function.__qualname__
         read = [*_read_globals(function)]
         captured = list_captured(function)  # of a decorated method, the function itself
         if not _is_of_library(function.__module__):
             for name, value in read:
-                _refuse_module(f"{place} uses the global {name!r}", value)
+                _refuse_module(f"{where} uses the global {name!r}", value)
             if function not in in_model:  # each lane has its own copies of these closures
                 for name, value in captured:
-                    _refuse_module(f"{place} captures {name!r}", value)
+                    _refuse_module(f"{where} captures {name!r}", value)
         values = [value for _, value in (*read, *captured)]
         called = [value for value in values if isinstance(value, types.FunctionType)]
         for code in _walk_code(function.__code__):

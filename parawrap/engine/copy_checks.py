@@ -88,8 +88,7 @@ def _find_uncopied_names(container: Container) -> set[str]:
         return set()
     names: set[str] = {COMPILED_CALL} & container.expected.keys()
     if hasattr(container.live, "names_of_stubs"):  # the `PlainView` of a block's own module
-        # With this name, also if the view hides the entry
-        names.update(container.live.names_of_stubs(), {COMPILED_CALL})
+        names.update(container.live.names_of_stubs())
     return names
 
 

@@ -481,27 +481,16 @@ class Snapshot:
 # The state
 
 
-class KnownDoubts(NamedTuple):
-    """The doubts that a refresh has removed: the objects of `Doubts` when the refresh began."""
-
-    everything: object
-    buffers: object
-
-
-NEVER_CURRENT = KnownDoubts(None, None)
-"""For a state that is never current, because the objects of `Doubts` are never None."""
-
-
 class Doubts:
-    """Reasons to refresh that no look at the model shows.
+    """Reasons to refresh that no comparison of the model shows.
 
     Any thread may add a doubt, also a callback in a lane: it stores a new object in an attribute,
-    in one step. A refresh reads the objects when it begins. So a doubt that comes during a refresh
-    counts for the next call. A counter would not do: two threads that count at the same time may
-    undo each other's step.
+    in one step. A refresh copies the doubts when it begins, and its state keeps the copy. So a
+    doubt that comes during a refresh counts for the next call. A counter would not do: two threads
+    that count at the same time may undo each other's step.
 
     Attributes:
-        everything: A new object if all replicas must be made again.
+        everything: A new object if all replicas must be built again.
         buffers: A new object if the lanes' own tensors must be renewed.
     """
 
@@ -510,9 +499,9 @@ class Doubts:
     def __init__(self) -> None:
         self.everything = self.buffers = object()
 
-    def read(self) -> KnownDoubts:
-        """Return the current objects."""
-        return KnownDoubts(self.everything, self.buffers)
+
+NEVER_CURRENT = Doubts()
+"""The known doubts of a state that is never current: no other doubts have these objects."""
 
 
 class ReplicaLike(Protocol):
@@ -540,7 +529,7 @@ class ModelState(Generic[ReplicaT]):
         sources: The tensors that have copies elsewhere, as they were before these were made.
         home: The device of the model; None if it has no tensors.
         params: The parameters that have versions.
-        known_doubts: The doubts when the refresh began.
+        known_doubts: A copy of the doubts from when the refresh began.
         renews_always: As in `PossibleWrites`; False without lanes, which need no tensors.
         generation: How often a refresh has found the model changed.
     """
@@ -550,7 +539,7 @@ class ModelState(Generic[ReplicaT]):
         possible_writes: PossibleWrites,
         snapshot: Snapshot,
         doubts: Doubts,
-        known_doubts: KnownDoubts,
+        known_doubts: Doubts,
         *,
         devices: Iterable[torch.device] = (),
         replicas: Sequence[ReplicaT] = (),

@@ -114,7 +114,7 @@ def _read_memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch
 #   torch adds up these vectors too, so the sum shows which parameters have a gradient on any
 #   device. The others must get None, and not the zeros that fill their places.
 #
-# Both nodes save no tensors, so one graph serves any number of backward passes.
+# Neither node saves tensors, so one graph serves any number of backward passes.
 
 
 class _AtHome(torch.autograd.Function):
@@ -129,7 +129,10 @@ class _AtHome(torch.autograd.Function):
         same = [*map(torch.Tensor.detach, originals)]
         # autograd reads only the shape, the dtype, and the device of the other outputs. With a
         # stride of 0, all elements of one lie in the same few bytes
-        flats = [same[pack.indices[0]].new_empty_strided((pack.size,), (0,)) for pack in packs]
+        flats: list[torch.Tensor] = []
+        for pack in packs:
+            first, *_ = pack.pick(same)
+            flats.append(first.new_empty_strided((pack.size,), (0,)))
         are_packed = torch.empty_strided((len(same),), (0,), dtype=torch.float32, device="cpu")
         return (*same, *flats, are_packed)
 

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ import torch
 
 from parawrap._private_names import copy_all, version_of
 from parawrap.backends import record_use
-from parawrap.engine.batched_copies import bytes_of_all, copies_on, lasting
+from parawrap.engine.batched_copies import bytes_of_all, copies_on
 from parawrap.engine.copy_checks import Key, read_plain_parts, was_disturbed
 from parawrap.engine.forward_writes import (
     UnkeptWrites,
@@ -60,7 +61,6 @@ from parawrap.engine.model_state import (
     NEVER_CURRENT,
     NO_CHANGES,
     Doubts,
-    KnownDoubts,
     ModelChanges,
     ModelState,
     Snapshot,
@@ -175,7 +175,7 @@ class Replicas:
             if replica.is_dirty:
                 replica.restore()
         # Before the model is read: a doubt that comes from here on counts for the next call
-        known_doubts = self.doubts.read()
+        known_doubts = copy(self.doubts)
         must_drop = self._follow_streams(before)
         changes = self._find_changes(before)
         if must_drop or before.must_rebuild() or changes is None:
@@ -217,7 +217,7 @@ class Replicas:
         return before.generation
 
     def _build(
-        self, before: ModelState[Replica], known_doubts: KnownDoubts, generation: int
+        self, before: ModelState[Replica], known_doubts: Doubts, generation: int
     ) -> ModelState[Replica]:
         """Make all replicas for the present structure of the target.
 
@@ -291,7 +291,7 @@ class Replicas:
         possible_writes: PossibleWrites,
         snapshot: Snapshot,
         before: ModelState[Replica],
-        known_doubts: KnownDoubts,
+        known_doubts: Doubts,
         generation: int,
     ) -> ModelState[Replica]:
         """Make all replicas of the surveyed model."""
@@ -319,7 +319,7 @@ class Replicas:
         survey: Survey,
         home: torch.device | None,
         before: ModelState[Replica],
-        known_doubts: KnownDoubts,
+        known_doubts: Doubts,
     ) -> ParameterCopies:
         """Return copies of the parameters on other devices.
 
@@ -339,7 +339,7 @@ class Replicas:
         return self._copy_parameters(devices, at_home)
 
     def _update(
-        self, before: ModelState[Replica], known_doubts: KnownDoubts, changes: ModelChanges
+        self, before: ModelState[Replica], known_doubts: Doubts, changes: ModelChanges
     ) -> ModelState[Replica]:
         """Bring the replicas up to date, and return the new state.
 
@@ -399,7 +399,7 @@ class Replicas:
         self,
         possible_writes: PossibleWrites,
         snapshot: Snapshot,
-        known_doubts: KnownDoubts,
+        known_doubts: Doubts,
         replicas: Sequence[Replica],
         away: ParameterCopies,
         versions: Sequence[int],
@@ -499,17 +499,15 @@ class Replicas:
             return clone_all(tensors)
         at_home = [tensor for tensor in tensors if tensor.device == home]
         moved = copies_on([device], at_home)[device]
-        copies = dict(zip(map(id, at_home), moved, strict=True))
-        with lasting():
-            for tensor in tensors:
-                if tensor.device != home:  # it stays on its device
-                    copies[id(tensor)] = tensor.detach().clone()
         with self._lock:
             self.copied_bytes += bytes_of_all(at_home)
-        found = [copies[id(tensor)] for tensor in tensors]
-        for tensor, copied in zip(tensors, found, strict=True):
+        for tensor, copied in zip(at_home, moved, strict=True):
             vars(copied).update(vars(tensor))  # attributes that code of the user's has set
-        return found
+        copies = dict(zip(map(id, at_home), moved, strict=True))
+        # Tensors on other devices than the model's stay there
+        others = [tensor for tensor in tensors if id(tensor) not in copies]
+        copies.update(zip(map(id, others), clone_all(others), strict=True))
+        return [copies[id(tensor)] for tensor in tensors]
 
     def _drop(self, state: ModelState[Replica]) -> None:
         """Empty replicas that neither a backward pass nor an output may use."""

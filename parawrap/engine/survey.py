@@ -446,7 +446,10 @@ def vars_of(value: Any) -> dict[str, Any] | None:
 
 
 def home_of_survey(survey: Survey) -> torch.device | None:
-    """Return the device of a module; for another target, that of the first tensor that it holds."""
+    """Return the device of a module; for another target, that of the first tensor that it holds.
+
+    None if there is no tensor.
+    """
     home = home_of_target(survey.target)
     if home is not None:
         return home

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from operator import is_
 from types import FunctionType
@@ -15,7 +16,7 @@ from parawrap._public import public
 from parawrap.engine.batched_copies import bytes_of_all, lasting
 from parawrap.engine.called_code import list_captured, names_of_globals
 from parawrap.engine.copy_checks import was_disturbed
-from parawrap.engine.model_state import Doubts, KnownDoubts, ModelState, Snapshot
+from parawrap.engine.model_state import Doubts, ModelState, Snapshot
 from parawrap.engine.parameter_copies import Sources, note_optimizer_steps
 from parawrap.engine.places import MOST_COPIES
 from parawrap.engine.possible_writes import PossibleWrites, is_written_unseen
@@ -140,11 +141,11 @@ class SentModel:
             # After an error or Ctrl-C below, the next call must pack the target again
             self._state = None
             # Before the target is read: a `renew` from here on counts for the next call
-            known_doubts = self._doubts.read()
+            known_doubts = copy(self._doubts)
             self._state, self._packed = self._pack_target(known_doubts)
         return self._packed
 
-    def _pack_target(self, known_doubts: KnownDoubts) -> tuple[ModelState[Any], Packed]:
+    def _pack_target(self, known_doubts: Doubts) -> tuple[ModelState[Any], Packed]:
         """Return the state of the target, and the packed target."""
         attempts = 0
         while True:
@@ -206,7 +207,7 @@ class SentModel:
         self._captured = self._read_captured()
         return packed
 
-    def _survey_target(self, known_doubts: KnownDoubts) -> ModelState[Any]:
+    def _survey_target(self, known_doubts: Doubts) -> ModelState[Any]:
         """Return the state of the target. Note the tensors that the state does not watch."""
         survey = Survey(None if self._is_build else self.target)
         refuse_generators(survey, "the model")

@@ -289,9 +289,9 @@ class ModelServer:
         replicas.prepare(replica)
         versions = [*map(version_of, state.params)]
         # Writes through ``.data`` give no versions. The contents are compared around the first call
-        # of a new edition
-        contents = None if state.edition.is_checked else replicas.read_contents()
-        state.edition.is_checked = True
+        # of a new survey
+        contents = None if state.possible_writes.watched_whole_call else replicas.read_contents()
+        state.possible_writes.watched_whole_call = True
         checks_draws = not form.is_whole and torch.are_deterministic_algorithms_enabled()
         numbers = torch.get_rng_state() if checks_draws else None
         try:
