@@ -109,13 +109,14 @@ class Pack:
                 self._shapes[position] = tensor.permute(order).shape
 
     def pick(self, values: Sequence[T]) -> list[T]:
-        """Return the values of the tensors of this pack. `values` are those of all tensors."""
+        """Return the values of this pack. `values` has one per tensor that `pack_small` got."""
         return [values[index] for index in self.indices]
 
     def flatten(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Return the tensors of this pack as one flat tensor, with zeros in the places of None.
 
-        `tensors` are all tensors, of which the pack has some. At least one of the pack's is given.
+        `tensors` has one entry per tensor that `pack_small` got. At least one entry of this pack is
+        a tensor.
         """
         picked = self.pick(tensors)
         for position, order in self._orders.items():

@@ -43,7 +43,7 @@ _CURE = (
 
 
 class SharedWrites(NamedTuple):
-    """What the code of a model may write into the parameters, which lanes share.
+    """The possible writes of a model's code into the parameters, which lanes share.
 
     Attributes:
         weights: True if the code may write parameters, and leave their versions alone.
@@ -257,7 +257,7 @@ def _is_library_file(file: str) -> bool:
     folders = _find_folders()
     if path.is_relative_to(folders.parawrap):
         return True
-    # Before the standard library, whose folder may hold that of the installed packages
+    # Before the standard library: its folder may hold the folder of the installed packages
     for folder in folders.installed:
         if path.is_relative_to(folder):
             package = path.relative_to(folder).parts[0]

@@ -59,7 +59,7 @@ def copy_target(
 
 
 def find_parts_of_process(survey: Survey, memo: dict[int, Any]) -> set[int]:
-    """Return the ids of the parts whose copies belong to the process, not to the replica.
+    """Return the ids of the parts with copies that belong to the process, not to the replica.
 
     Such a copy comes from a registry or a cache of its class, so a second copy is the same object.
     Only classes with their own rules for copies can do that.

@@ -87,7 +87,7 @@ def moments_of(
     moment = moment_of(devices, shared=torch.is_grad_enabled())
     moments = []
     for lane in lanes:
-        # Without the devices of other lanes, for which this lane need not wait
+        # Without the devices of other lanes: this lane need not wait for them
         used = read_by_all | {lane}
         moments.append({device: mark for device, mark in moment.items() if device in used})
     return moments

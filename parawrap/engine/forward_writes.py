@@ -232,7 +232,7 @@ def _give_back(survey: Survey, written: set[int], first: Replica) -> None:
             if value.device != tensor.device:  # the copy below reads it on the caller's stream
                 record_use([value])
             values.append(value)
-            # If forward left the version alone, so must the copy: `data` has a version of its own
+            # If forward left the version alone, the copy must too: `data` has its own version
             targets.append(tensor if has_other_version else tensor.data)
         if targets:
             copy_all(targets, values)

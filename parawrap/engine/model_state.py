@@ -167,7 +167,7 @@ class _Contents(NamedTuple):
 
 
 class Snapshot:
-    """What the containers of one model, or of one replica, held at one moment.
+    """The contents of all containers of one model, or of one replica, at one moment.
 
     `copy_of` returns the replica's copy of an owner of containers; None to leave the owner out. A
     snapshot of the model (`is_model`) shows every change. A snapshot of a replica does not show
@@ -197,9 +197,9 @@ class Snapshot:
         self._modules: list[Any] = []
         self._getters: list[itemgetter[Any]] = []
         self._hook_getters: list[itemgetter[Any]] = []
-        # Other objects with a ``__dict__``, of which all values are compared
+        # All values are compared: of the ``__dict__`` of other objects, and of views of other dicts
+        # and of lists
         self._instances: list[Any] = []
-        # Views of the values of other dicts, and lists: all values are compared
         self._views: list[Iterable[Any]] = []
         self._keyed: list[Iterable[Any]] = []  # views of dicts with keys that are compared
         self._sized: list[Any] = []  # containers with lengths that are compared
@@ -589,7 +589,7 @@ class ModelState(Generic[ReplicaT]):
             # A write in place raises the version. Parameters are not among these tensors: lanes on
             # the model's device hold the same ones, and `sources` shows writes to all others
             and [*map(version_of, self._tracked)] == self._versions
-            # Lanes must share a buffer that has come to require gradients, as they share parameters
+            # Lanes must share a buffer that requires gradients now, as they share parameters
             and True not in map(_requires_grad, self._tracked)
             and True not in map(_is_dirty, self.replicas)
             # ``model.to(...)`` moves all tensors and keeps their identities, so one shows the move

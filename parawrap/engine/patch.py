@@ -93,8 +93,8 @@ class PlainView(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
         replaced = _replaced_value(value, name)
-        # Without an entry before the block, the method is that of the class. A reader that knows
-        # of the entry gets the stub
+        # ABSENT: a method of the class, which had no entry. A reader that finds its name in another
+        # way gets the stub
         return value if replaced is ABSENT else replaced
 
     def __iter__(self) -> Iterator[str]:
@@ -129,8 +129,8 @@ class PatchedMethods:
         self._methods = methods
         self._stubs: dict[str, Stub] = {}
 
-    # The loops are in functions of their own. Directly in the block of a lock, Ctrl-C in the jump
-    # backward could keep the lock: see `Lanes.send`
+    # The loops are in other functions. Directly in the block of a lock, Ctrl-C in the jump backward
+    # could keep the lock: see `Lanes.send`
 
     def install(self, calls: Any) -> None:
         """Put a stub over each method, which sends calls to `calls.call`.

@@ -1,4 +1,4 @@
-"""What forward may write, as far as the modules of a model and their training flags show it.
+"""The possible writes of forward, by the modules of a model and their training flags.
 
 Forward of a listed layer of torch.nn writes nothing, and that of a batch norm its statistics alone.
 Calls of models that have only such layers need no look at what forward wrote.
@@ -42,7 +42,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class PossibleWrites:
-    """What forward of a model may write, until the structure or a training flag changes.
+    """The possible writes of forward, until the structure of the model or a training flag changes.
 
     Attributes:
         survey: What the model leads to.

@@ -209,8 +209,8 @@ class Replicas:
     def _next_generation(self, before: ModelState[Replica], changes: ModelChanges) -> int:
         """Return another generation if the model has changed since the state `before`.
 
-        A refresh also renews buffers that forward may have written unseen. That alone is no change
-        of the model, so it does not end streams.
+        A refresh also renews buffers that forward may have written unseen. That alone does not
+        change the model, so it does not end streams.
         """
         if changes.entries or before.sources.have_changed() or before.has_written_tensors():
             return before.generation + 1
@@ -557,8 +557,8 @@ class Replicas:
             record_use(replica.tensors)
         must_drop = bool(state.away.by_device) and torch.is_grad_enabled()
         if must_drop:
-            # While a graph leads to a parameter, torch keeps the stream on which it adds up the
-            # gradient. So all references to old graphs go: `_drop` empties these replicas
+            # While a graph leads to a parameter, torch adds up its gradient on the stream of that
+            # graph. So all references to old graphs go: `_drop` empties these replicas
             for replica in state.replicas:
                 replica.has_graph = False
             state.away.clear()
