@@ -163,7 +163,7 @@ class Survey:
         namespaces: The dicts that deepcopy would not copy rightly, such as one with
             ``self.__dict__ = self``.
         is_lazy: True if a parameter gets its shape in the first call.
-        writes_data: True if forward may write a parameter, and leave its version alone.
+        writes_data: True if forward may write a tensor, and leave its version alone.
         in_turns: True if lanes must run one after another, because forward writes shared weights or
             gradients.
 
