@@ -77,6 +77,9 @@ from parawrap.engine.refused_models import (
 from parawrap.engine.replica import Replica, clone_all
 from parawrap.engine.survey import Survey, home_of_survey, home_of_target
 
+ReplicasState = ModelState[Replica]
+"""The state of the model that the replicas have."""
+
 CopiesOfParts = Callable[[Survey], Sequence[dict[int, Any]]]
 """Returns, for each lane, its copies of some parts of the target, by the id of the part."""
 
@@ -200,13 +203,13 @@ class Replicas:
 
     # Build and update
 
-    def _make_unread_state(self, generation: int) -> ModelState[Replica]:
+    def _make_unread_state(self, generation: int) -> ReplicasState:
         """Return the state of a target that is not read yet. It has no replicas."""
         return ModelState(
             _NO_WRITES, _NO_SNAPSHOT, self.doubts, NEVER_CURRENT, generation=generation
         )
 
-    def _next_generation(self, before: ModelState[Replica], changes: ModelChanges) -> int:
+    def _next_generation(self, before: ReplicasState, changes: ModelChanges) -> int:
         """Return another generation if the model has changed since the state `before`.
 
         A refresh also renews buffers that forward may have written unseen. That alone does not
@@ -216,9 +219,7 @@ class Replicas:
             return before.generation + 1
         return before.generation
 
-    def _build(
-        self, before: ModelState[Replica], known_doubts: Doubts, generation: int
-    ) -> ModelState[Replica]:
+    def _build(self, before: ReplicasState, known_doubts: Doubts, generation: int) -> ReplicasState:
         """Make all replicas for the present structure of the target.
 
         The old replicas are dropped first: parameters remember the shapes of the graphs that lead
@@ -264,7 +265,7 @@ class Replicas:
         # Another thread changes the model all the time. Without replicas, calls run plainly
         return self._make_unread_state(generation)
 
-    def _accept_plain_changes(self, state: ModelState[Replica]) -> bool:
+    def _accept_plain_changes(self, state: ReplicasState) -> bool:
         """Accept changes of numbers, flags, and texts since the snapshot of the model.
 
         Return False if the model has changed otherwise. The replicas do not get the new values
@@ -277,7 +278,7 @@ class Replicas:
             state.snapshot.accept(changes)
         return True
 
-    def _set_plain_values(self, state: ModelState[Replica]) -> set[Key]:
+    def _set_plain_values(self, state: ReplicasState) -> set[Key]:
         """Set the numbers, flags, and texts of all replicas to those of the model.
 
         Return the first place of each replica that still holds another object than it should.
@@ -290,10 +291,10 @@ class Replicas:
         self,
         possible_writes: PossibleWrites,
         snapshot: Snapshot,
-        before: ModelState[Replica],
+        before: ReplicasState,
         known_doubts: Doubts,
         generation: int,
-    ) -> ModelState[Replica]:
+    ) -> ReplicasState:
         """Make all replicas of the surveyed model."""
         survey = possible_writes.survey
         versions = read_versions(survey)  # before the copies, as in `_update`
@@ -318,7 +319,7 @@ class Replicas:
         self,
         survey: Survey,
         home: torch.device | None,
-        before: ModelState[Replica],
+        before: ReplicasState,
         known_doubts: Doubts,
     ) -> ParameterCopies:
         """Return copies of the parameters on other devices.
@@ -339,8 +340,8 @@ class Replicas:
         return self._copy_parameters(devices, at_home)
 
     def _update(
-        self, before: ModelState[Replica], known_doubts: Doubts, changes: ModelChanges
-    ) -> ModelState[Replica]:
+        self, before: ReplicasState, known_doubts: Doubts, changes: ModelChanges
+    ) -> ReplicasState:
         """Bring the replicas up to date, and return the new state.
 
         Build all replicas if a place in one of them cannot be written.
@@ -376,7 +377,7 @@ class Replicas:
             generation,
         )
 
-    def _set_changed_values(self, before: ModelState[Replica], changes: ModelChanges) -> None:
+    def _set_changed_values(self, before: ReplicasState, changes: ModelChanges) -> None:
         """Set changed numbers, flags, and texts in the replicas, and accept the changes."""
         before.snapshot.accept(changes)
         for replica in before.replicas:
@@ -384,7 +385,7 @@ class Replicas:
                 replica.snapshot.put(place, key, now)
             replica.snapshot.note()
 
-    def _give_parameters(self, before: ModelState[Replica], away: ParameterCopies) -> bool:
+    def _give_parameters(self, before: ReplicasState, away: ParameterCopies) -> bool:
         """Put copies of parameters into the replicas. Return False if a place cannot be written."""
         for replica in before.replicas:
             if replica.device not in away.by_device:
@@ -404,7 +405,7 @@ class Replicas:
         away: ParameterCopies,
         versions: Sequence[int],
         generation: int,
-    ) -> ModelState[Replica]:
+    ) -> ReplicasState:
         """Return the new state of the model. Tell the replicas whether versions show all writes."""
         for replica in replicas:
             replica.writes_unseen = possible_writes.writes_unseen
@@ -420,7 +421,7 @@ class Replicas:
             generation=generation,
         )
 
-    def _find_changes(self, before: ModelState[Replica]) -> ModelChanges | None:
+    def _find_changes(self, before: ReplicasState) -> ModelChanges | None:
         """Return the changes of the model if all are changes of numbers, flags, and texts.
 
         Replicas take these without new copies. None for other changes: all replicas must be built.
@@ -440,7 +441,7 @@ class Replicas:
                 return None
         return changes
 
-    def _renew_tensors_of(self, replica: Replica, state: ModelState[Replica]) -> bool:
+    def _renew_tensors_of(self, replica: Replica, state: ReplicasState) -> bool:
         """Give a lane the values of the model's tensors. Return False if a place cannot be written.
 
         The lane gets new tensors, since a graph may hold the old ones. There is one exception: the
@@ -509,7 +510,7 @@ class Replicas:
         copies.update(zip(map(id, others), clone_all(others), strict=True))
         return [copies[id(tensor)] for tensor in tensors]
 
-    def _drop(self, state: ModelState[Replica]) -> None:
+    def _drop(self, state: ReplicasState) -> None:
         """Empty replicas that neither a backward pass nor an output may use."""
         # Graphs that lead to the former memory of the parameters are of no use
         has_moved = state.sources.have_moved()
@@ -545,7 +546,7 @@ class Replicas:
             replica.are_tensors_held = True  # perhaps by the copies
         return [replica.copy_other(survey) for replica in self.state.replicas], draws
 
-    def _follow_streams(self, state: ModelState[Replica]) -> bool:
+    def _follow_streams(self, state: ReplicasState) -> bool:
         """If the caller has changed its streams, keep freed memory of replicas until they are idle.
 
         Return True if the replicas must be built again.
@@ -617,7 +618,7 @@ class Replicas:
         # Last, as new tensors reset it. No code checks whether a whole call keeps a tensor
         replica.are_tensors_held = True
 
-    def refuse_write(self, versions: Sequence[int], state: ModelState[Replica]) -> None:
+    def refuse_write(self, versions: Sequence[int], state: ReplicasState) -> None:
         """Raise an error that names the first parameter with another version than before the call.
 
         Raises:
