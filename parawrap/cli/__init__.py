@@ -1,7 +1,7 @@
 """The command ``parawrap``: its parser, its exit codes, and ``timeline``.
 
-This package reads the words of the command line, and prints the answers. It imports torch only
-where it is needed.
+This package reads the words of the command line, and prints the answers. It imports torch inside
+the functions that use it: `parawrap --help` does not wait for torch.
 
 file            | contents                                               | tests
 --------------- | ------------------------------------------------------ | -------------------------
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,21 @@ _TIMELINE_EXAMPLES = """examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand, and return the exit code.
 
-    It is 0 for success, 1 for a failure, 2 for wrong usage, and 130 after Ctrl-C.
+    The code is 0 for success, 1 for a failure, 2 for wrong usage, and 130 after Ctrl-C.
+
+    Args:
+        argv: The words of the command line without the program; by default those of this process.
+
+    Raises:
+        SystemExit: If argparse refuses the words, with code 2, or after --help, with code 0.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    # argparse would take options of the function for its own, and drop the "--"
+    # argparse does not see the words after "--". It would read them as options of the subcommand
     end = words.index("--") if "--" in words else len(words)
     parser = _parser()
     given, strays = parser.parse_known_args(words[:end])
     given.rest = words[end + 1 :]
+    # Refused here and not by argparse, which has no cure for an option of the function
     if strays:
         msg = f"unrecognized arguments: {' '.join(strays)}"
         if given.command == "run":
@@ -58,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(msg)
     try:
         code: int = given.run(given)
-    except argparse.ArgumentError as error:
+    except argparse.ArgumentError as error:  # as subcommands refuse a value
         print(f"parawrap {given.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -70,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     options: dict[str, Any] = {
         "formatter_class": argparse.RawDescriptionHelpFormatter,
-        # An abbreviation would change its meaning with the next option that begins like it
+        # The meaning of an abbreviation would change with each new option
         "allow_abbrev": False,
     }
     description = "Run PyTorch code in parallel, check a machine, and look at timelines."
@@ -82,34 +89,38 @@ def _parser() -> argparse.ArgumentParser:
         title="commands", dest="command", metavar="COMMAND", required=True
     )
 
+    def add_command(
+        name: str, text: str, examples: str, run: Callable[[argparse.Namespace], int]
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name, help=text, description=f"{text}.", epilog=examples, **options
+        )
+        command.set_defaults(run=run)
+        return command
+
     text = "Check what this machine has, and try a block on two lanes and a launch of two ranks"
-    doctor = commands.add_parser(
-        "doctor", help=text, description=f"{text}.", epilog=_doctor.EXAMPLES, **options
-    )
+    doctor = add_command("doctor", text, _doctor.EXAMPLES, _doctor.run)
     _doctor.add_options(doctor)
-    doctor.set_defaults(run=_doctor.run)
 
     text = "Launch a function, and print the result of each rank"
-    run = commands.add_parser(
-        "run", help=text, description=f"{text}.", epilog=_run_command.EXAMPLES, **options
-    )
+    run = add_command("run", text, _run_command.EXAMPLES, _run_command.run)
     _run_command.add_options(run)
-    run.set_defaults(run=_run_command.run)
 
     text = "Make a page of a recorded trace, and say where it is"
-    timeline = commands.add_parser(
-        "timeline", help=text, description=f"{text}.", epilog=_TIMELINE_EXAMPLES, **options
-    )
+    timeline = add_command("timeline", text, _TIMELINE_EXAMPLES, _make_page)
     timeline.add_argument("file", type=Path, metavar="FILE", help="a .json file of p.trace")
     timeline.add_argument(
         "-o", "--output", type=Path, metavar="PAGE", help="the page; by default FILE with .html"
     )
-    timeline.set_defaults(run=_make_page)
     return parser
 
 
 def _make_page(given: argparse.Namespace) -> int:
-    """Write the page of a trace, and print the idle times and the slowest span."""
+    """Write the page of a trace, and print the idle times and the slowest span.
+
+    Raises:
+        ArgumentError: If the trace cannot be read, or the page cannot be written.
+    """
     try:
         timeline = read_timeline(given.file)
     except OSError as error:
@@ -118,6 +129,7 @@ def _make_page(given: argparse.Namespace) -> int:
     except ValueError as error:
         raise argparse.ArgumentError(None, str(error)) from error
     page: Path = given.output or given.file.with_suffix(".html")
+    page = page.expanduser()  # shells leave the "~" in --output=~/page.html as it is
     refusal = refusal_of_path(page)
     if refusal is not None:
         raise argparse.ArgumentError(None, refusal)

@@ -11,6 +11,7 @@ import textwrap
 import traceback
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 from parawrap import __version__
 from parawrap.displays import spell_count
@@ -24,7 +25,14 @@ examples:
 _FEW_FILES = 1024  # the usual default
 _SMALL_SHM = 64 << 20  # the default of docker
 _GIB = 1 << 30  # bytes
-_TRIAL_MIN = 1.0  # two ranks start in a second: after a minute, something is wrong
+_TRIAL_MIN = 1.0  # minutes: two ranks start in a second, so after a minute, something is wrong
+
+
+class _Finding(NamedTuple):
+    """A fact about the machine. A finding with a cure is a warning."""
+
+    fact: str
+    cure: str = ""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Print the versions, a line per check, and a summary; with --all, torch's report too.
 
-    Return 1 if a check raises.
+    Return the exit code: 1 if a check raises, else 0.
     """
     import torch
 
@@ -48,83 +56,86 @@ def run(given: argparse.Namespace) -> int:
     counts: Counter[str] = Counter()
     for name, check in _CHECKS.items():
         try:
-            detail, cure = check()
-            state = "warning" if cure else "ok"
-            below = cure
+            fact, below = check()
+            state = "warning" if below else "ok"
         except Exception as error:  # noqa: BLE001 (drivers of the machine may fail in any way)
-            state, detail = "problem", f"{type(error).__name__}: {error}"
-            below = traceback.format_exc()
+            fact, below = f"{type(error).__name__}: {error}", traceback.format_exc()
+            state = "problem"
         counts[state] += 1
-        print(f"{state:>7}  {name:<19}  {detail}", flush=True)
-        if below:
+        # Flushed, because the next check may take seconds, or end the process
+        print(f"{state:>7}  {name:<19}  {fact}", flush=True)
+        if below:  # a cure or a traceback, in the column of the facts
             print(textwrap.indent(below, " " * 30))
     problems = spell_count(counts["problem"], "problem")
     warnings = spell_count(counts["warning"], "warning")
     print(f"\n{problems}, {warnings}, {counts['ok']} ok", flush=True)
     if given.all:
-        # It takes seconds. The lines above are shown before it
+        # This report takes seconds: the lines above are shown before it
         from torch.utils.collect_env import get_pretty_env_info
 
         print(f"\n{get_pretty_env_info()}")
     return int(counts["problem"] > 0)
 
 
-# --- the limits: each check returns a finding, and a cure if it is a warning ---
+# --- the limits ---
 
 
-def _check_cores() -> tuple[str, str]:
+def _check_cores() -> _Finding:
     from parawrap.backends.cores import usable_cores
 
-    return f"{usable_cores()} of {os.cpu_count()} usable", ""
+    return _Finding(f"{usable_cores()} of {os.cpu_count()} usable")
 
 
-def _check_shared_memory(folder: Path = Path("/dev/shm")) -> tuple[str, str]:
+def _check_shared_memory(folder: Path = Path("/dev/shm")) -> _Finding:
     if not folder.is_dir():
-        return f"this system has no {folder}", ""
+        return _Finding(f"this system has no {folder}")
     usage = shutil.disk_usage(folder)
-    found = f"{folder}: {usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
+    fact = f"{folder}: {usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
+    if usage.total > _SMALL_SHM:
+        return _Finding(fact)
     cure = (
         "DataLoader workers need more: start the container with --shm-size=1g. parawrap's own "
         "workers do not use it"
     )
-    return found, cure if usage.total <= _SMALL_SHM else ""
+    return _Finding(fact, cure)
 
 
-def _check_open_files() -> tuple[str, str]:
+def _check_open_files() -> _Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{soft} per process (hard limit {hard})"
+    fact = f"{soft} per process (hard limit {hard})"
     if soft >= _FEW_FILES:
-        return found, ""
+        return _Finding(fact)
     cure = f"ulimit -n {_FEW_FILES}"
-    if hard < _FEW_FILES:
+    if hard < _FEW_FILES:  # only root raises a hard limit
         cure = (
             f"as root, with ulimit -Hn {_FEW_FILES}, or start the container with --ulimit "
             f"nofile={_FEW_FILES}"
         )
-    return found, f"A launch needs several per rank. Raise the limit: {cure}"
+    return _Finding(fact, f"A launch needs several per rank. Raise the limit: {cure}")
 
 
-def _check_accelerators() -> tuple[str, str]:
+def _check_accelerators() -> _Finding:
     import torch
 
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator(check_available=True)
-        return f"{torch.accelerator.device_count()} of kind {kind}", ""
+        return _Finding(f"{torch.accelerator.device_count()} of kind {kind}")
     if shutil.which("nvidia-smi") is None:
-        return "no device", ""
+        return _Finding("no device")
+    # A driver of NVIDIA is installed, so a GPU should be there
     cure = (
         "Compare the driver's version in nvidia-smi with that of torch, and check "
         "CUDA_VISIBLE_DEVICES"
     )
     if torch.version.cuda is None:
         cure = "Install a CUDA build of torch: https://pytorch.org/get-started/locally"
-    return "this machine has nvidia-smi, but torch sees no device", cure
+    return _Finding("this machine has nvidia-smi, but torch sees no device", cure)
 
 
-# --- the trials ---
+# --- the trials: a wrong result raises ---
 
 
-def _try_lanes() -> tuple[str, str]:
+def _try_lanes() -> _Finding:
     import torch
 
     from parawrap import parallel
@@ -135,25 +146,27 @@ def _try_lanes() -> tuple[str, str]:
         plain = model(x)
         with parallel(model, [device, device], out_dims=0):
             output = model(x)
-    # Accelerators may multiply with TF32. Rows in the wrong places differ by far more
+    # Rounding of TF32 on accelerators is allowed. Rows in the wrong places differ by far more
     torch.testing.assert_close(output, plain, rtol=1e-3, atol=1e-3)
-    return f"two lanes on {device} gave the output of the plain call", ""
+    return _Finding(f"two lanes on {device} gave the output of the plain call")
 
 
-def _try_ranks() -> tuple[str, str]:
+def _try_ranks() -> _Finding:
     from parawrap import Platform, wrapper
 
     platform = Platform(
         device="cpu", n_cpus=2, launcher="local", verbose=False, timeout_min=_TRIAL_MIN
     )
-    found = list(wrapper(platform)(_sum_over_ranks)())
-    if found != [1, 1]:
-        msg = f"the ranks summed their numbers to {found} instead of [1, 1]"
+    add_ranks = wrapper(platform)(_add_ranks)
+    sums = list(add_ranks())
+    if sums != [1, 1]:  # the ranks are numbers 0 and 1
+        msg = f"the ranks summed their numbers to {sums} instead of [1, 1]"
         raise RuntimeError(msg)
-    return "two processes met, and communicated", ""
+    return _Finding("two processes met, and communicated")
 
 
-def _sum_over_ranks() -> float:
+def _add_ranks() -> float:
+    """Return the sum of the numbers of all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -162,6 +175,7 @@ def _sum_over_ranks() -> float:
     return number.item()
 
 
+# In the order of the printed lines
 _CHECKS = {
     "CPU cores": _check_cores,
     "shared memory": _check_shared_memory,

@@ -64,14 +64,15 @@ def run(given: argparse.Namespace) -> int:
 
     An exception of a rank is printed with its traceback, and gives exit code 1.
     """
-    # As a script would see it. Ranks see it too
+    # As the script of the module would see it. Ranks get this list too
     sys.argv = [given.target.rpartition(":")[0], *given.rest]
     try:
         function = _find_function(given.target)
         call = _read_arguments(given.target, function, given.rest)
         if call is not None:
-            print(_launch(given, function, *call))
-    except argparse.ArgumentError:
+            args, kwargs = call
+            print(_launch(given, function, args, kwargs))
+    except argparse.ArgumentError:  # `main` prints it: wrong usage is not a failure
         raise
     except SystemExit as error:
         print(
@@ -89,7 +90,11 @@ def run(given: argparse.Namespace) -> int:
 def _launch(
     given: argparse.Namespace, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str:
-    """Launch the function, or describe the launch. Return the text to print."""
+    """Launch the function, or describe the launch. Return the text to print.
+
+    Raises:
+        ArgumentError: If the arguments or the options of the platform are refused.
+    """
     from parawrap.launch import check_signature
 
     try:
@@ -97,11 +102,12 @@ def _launch(
         launchable = _decorate(function, given)
         if given.dry_run:
             return launchable.dry_run(*args, **kwargs)
-    # TypeError: wrong arguments, or a coroutine function, for example
+    # TypeError: if the arguments do not match, or the function is a coroutine function
     except (PlatformError, TypeError) as error:
         msg = f"{given.target}: {error}"
         raise argparse.ArgumentError(None, msg) from error
-    results = (launchable.inline if given.inline else launchable)(*args, **kwargs)
+    call = launchable.inline if given.inline else launchable
+    results = call(*args, **kwargs)
     return "\n".join(f"rank {rank}: {safe_repr(result)}" for rank, result in enumerate(results))
 
 
@@ -121,13 +127,13 @@ def _find_function(target: str) -> Any:
             "for jobs/train.py"
         )
         raise argparse.ArgumentError(None, msg)
-    sys.path.insert(0, str(Path.cwd()))  # ranks get it too
+    sys.path.insert(0, str(Path.cwd()))  # ranks get the same list
     try:
         function: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # The error may also name a module that `module_name` imports: the user sees its traceback
-        missing = f"{error.name}."
-        is_target_or_parent = error.name is not None and f"{module_name}.".startswith(missing)
+        # A missing module that the target imports is shown with its traceback. The dots keep `job`
+        # from being taken for a parent of `jobs.train`
+        is_target_or_parent = f"{module_name}.".startswith(f"{error.name}.")
         if not is_target_or_parent:
             raise
         msg = f"module {module_name!r} was not found in {Path.cwd()} or on sys.path"
@@ -145,13 +151,14 @@ def _read_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return positional and keyword arguments, as cyclopts converts them.
 
-    Return None if the words are ``--help``. It prints the parameters.
+    If the words are ``--help``, print the parameters and return None.
 
     Raises:
         ArgumentError: If the words do not match the parameters.
     """
     if not words:
         return (), {}
+    # A function without parameters reads the words in sys.argv
     with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
         if not inspect.signature(function).parameters:
             return (), {}
@@ -160,7 +167,7 @@ def _read_arguments(
     except ImportError as error:
         msg = "arguments after -- need the package cyclopts. Run pip install 'parawrap-torch[cli]'"
         raise argparse.ArgumentError(None, msg) from error
-    # --sizes 1 2, or --sizes '[1, 2]'
+    # A list is given as --sizes 1 2, or --sizes '[1, 2]'
     lists = Parameter(consume_multiple=True, json_list=True, negative_iterable=())
     app = App(
         f"parawrap run {target} --",
@@ -178,7 +185,8 @@ def _read_arguments(
         raise argparse.ArgumentError(None, msg) from error
     if command is undecorated:
         return bound.args, bound.kwargs
-    command(*bound.args, **bound.kwargs)  # cyclopts' own command for --help
+    # cyclopts found --help, and returned its own command, which prints the parameters
+    command(*bound.args, **bound.kwargs)
     return None
 
 
@@ -186,10 +194,19 @@ def _read_arguments(
 
 
 def _decorate(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
-    """Return the decorated function. Options change the platform that it has, or make one."""
+    """Decorate the function for the options of the command line.
+
+    The options change the fields of the platform of a decorated function. For another function,
+    they make a platform.
+
+    Raises:
+        ArgumentError: If --n and --set name the ranks per node twice.
+        PlatformError: If a field has a value that is not allowed.
+    """
     from parawrap.api.wrapper import Launchable, wrapper
     from parawrap.launch import Device, Platform, rank_count_field, resolve_device
 
+    # The fields that options set
     changes: dict[str, Any] = {}
     if given.device is not None:
         changes["device"] = given.device
@@ -199,25 +216,32 @@ def _decorate(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
         changes["launcher"] = "local"
     fields_set = _read_fields(given.set)
     changes |= fields_set
+
+    # The platform to change. Without one, the class stands for it: its attributes are the defaults
+    old: Platform | type[Platform] = Platform
     make_platform: Callable[..., Platform] = Platform
-    old: Platform | type[Platform] = Platform  # a dataclass has its defaults as attributes
     if isinstance(function, Launchable):
-        old, make_platform = function.platform, partial(replace, function.platform)
+        old = function.platform
+        make_platform = partial(replace, old)
         function = function.__wrapped__
 
-    # Decided without making a platform: it might be refused for a number that --n replaces
+    # The field that --n sets. Found without making a platform, which might be refused for a number
+    # that --n replaces
     device = changes.get("device", old.device)
     launcher = changes.get("launcher", old.launcher)
     n_gpus = changes.get("n_gpus", old.n_gpus)
     count_field = rank_count_field(resolve_device(device, launcher, n_gpus))
-    if isinstance(old, Platform) and rank_count_field(Device(old.device)) != count_field:
-        # The counts of the decorator mean other things now: n_cpus is the ranks on CPUs, but the
-        # threads of each rank on accelerators
-        changes.setdefault("n_gpus", Platform.n_gpus)
-        changes.setdefault("n_cpus", Platform.n_cpus)
-    if isinstance(old, Platform) and "device" in changes:
-        # The numbers name devices of the kind that the decorator has, and of this machine
-        changes.setdefault("device_ids", None)
+
+    # Fields of the decorator that mean something else on the new device get their defaults
+    if isinstance(old, Platform):
+        if rank_count_field(Device(old.device)) != count_field:
+            # n_cpus is the number of ranks on CPUs, but of threads per rank on accelerators
+            changes.setdefault("n_gpus", Platform.n_gpus)
+            changes.setdefault("n_cpus", Platform.n_cpus)
+        if "device" in changes:
+            # The numbers name devices of the old kind on this machine
+            changes.setdefault("device_ids", None)
+
     if given.n is not None:
         if count_field in fields_set:
             msg = (
@@ -230,7 +254,7 @@ def _decorate(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
 
 
 def _read_fields(texts: list[str]) -> dict[str, Any]:
-    """Return the fields that FIELD=VALUE texts set. Other values than literals stay texts.
+    """Return the fields that FIELD=VALUE texts set. A value that is not a literal stays a text.
 
     Raises:
         ArgumentError: If a text has no equals sign.

@@ -31,6 +31,13 @@ def test_page_is_next_to_trace(trace, tmp_path, capsys):
     assert (tmp_path / "other.html").exists()
 
 
+def test_output_may_begin_with_the_home_folder(trace, tmp_path, monkeypatch):
+    """Shells do not expand the "~" in --output=~/page.html: the command does."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["timeline", str(trace), "--output=~/page.html"]) == 0
+    assert (tmp_path / "page.html").exists()
+
+
 @pytest.mark.parametrize("output", ["page.txt", "gone/page.html"])
 def test_other_places_are_refused(trace, tmp_path, output):
     """The page ends with .html or .json, and its folder exists. Nothing is written."""
