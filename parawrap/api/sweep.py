@@ -40,25 +40,29 @@ _log = logging.getLogger("parawrap.launch")
 
 
 def run_job(job: Job) -> RankResults[Any]:
-    """Launch a job, and wait for its results."""
+    """Launch a job, and wait for its results.
+
+    After Ctrl-C, log where its ranks are, and end them.
+    """
     try:
         return launch(job).results()
-    except BaseException as error:  # also Ctrl-C before this function has the handle
-        runs = running(job)  # by their job: the launch may have no handle yet
+    except BaseException as error:
+        # Looked up by their job: after Ctrl-C inside `launch`, this function has no handle
+        runs = running(job)
         try:
             if isinstance(error, KeyboardInterrupt):
                 report_places(runs)
-        finally:  # also after a second Ctrl-C
+        finally:  # also after a second Ctrl-C, during the report
             cancel_runs(runs)
         raise
 
 
 @public
 class Sweep(Iterator[RankResults[R] | Exception], Generic[R]):
-    """The results of one launch per item, in order. ``map`` of a decorated function returns one.
+    """The results of one launch per item, in order. ``map`` of a decorated function returns it.
 
     The first launches start with the first ``next``. Closing the iterator, or dropping it, cancels
-    the launches that have not ended.
+    the launches that have not ended. One thread iterates.
 
     >>> from parawrap import Platform, wrapper
     >>> train = wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(lambda lr: 1 / lr)
@@ -71,7 +75,7 @@ class Sweep(Iterator[RankResults[R] | Exception], Generic[R]):
     def __init__(self, jobs: Sequence[Job], max_parallel: int | None) -> None:
         self._jobs = jobs
         self._max_parallel = max_parallel
-        # It owns the launches. Its `finally` ends them, also if this iterator is dropped
+        # The generator owns the launches. Its `finally` ends them, also if this object is dropped
         self._outcomes = _launch_each(jobs, max_parallel)
 
     def __next__(self) -> RankResults[R] | Exception:
@@ -89,6 +93,9 @@ class Sweep(Iterator[RankResults[R] | Exception], Generic[R]):
 
     def dry_run(self) -> str:
         """Describe the launches without starting them: how many run at the same time, and where.
+
+        Raises:
+            UnsendableError: If the function or an item cannot be sent.
 
         >>> from parawrap import Platform, wrapper
         >>> train = wrapper(Platform(device="cpu", n_cpus=1))(print)
@@ -113,9 +120,9 @@ class Sweep(Iterator[RankResults[R] | Exception], Generic[R]):
             how = f"at most {self._max_parallel} at the same time"
         lines = [f"{len(self._jobs)} launches of {first.name}, {how}"]
         lines += [f"launch {number}: {_describe(share)}" for number, share in enumerate(shares)]
+        if len(self._jobs) > len(shares) > 0:
+            lines.append("later launches: the share of the first launch that ends")
         if shares:
-            if len(self._jobs) > len(shares):
-                lines.append("later launches: the share of the first one that ends")
             first = replace(first, platform=shares[0].platform)
         return "\n".join([*lines, preview(first)])
 
@@ -131,9 +138,7 @@ def _launch_each(
     if not jobs:
         return
     platform = jobs[0].platform
-    runs_here = launcher_name(platform) == "env"  # in a process that torchrun has started
-    # Functions that wait for one launch each. They leave the deque before they are called: results
-    # belong to the caller once they are yielded, and nothing here keeps them
+    # Each function waits for one launch, and returns its results
     waits: deque[Callable[[], RankResults[Any]]]
     cancel: Callable[[], None]
     queue: _Queue | None = None
@@ -145,22 +150,34 @@ def _launch_each(
         waits = deque(partial(run_job, job) for job in jobs)
         cancel = _cancel_nothing  # `run_job` itself cancels its launch
     else:
-        wanted = min(max_parallel or len(jobs), len(jobs))
+        most = len(jobs) if max_parallel is None else max_parallel
+        wanted = min(most, len(jobs))
         shares = _shares_of(jobs, max_parallel)
         if shares and len(shares) < wanted:
             _log.warning(_explain_limit(platform, wanted, shares))
+        # Without shares, the launcher places the ranks of each launch
         queue = _Queue(jobs, shares or [None] * wanted)
         waits = deque(future.result for future in queue.take_futures())
         cancel = queue.cancel
     try:
-        while waits:
-            yield _outcome(waits.popleft(), runs_here=runs_here)
+        # Under launcher "env", the function runs in this process, which torchrun has started
+        yield from _wait_in_order(waits, runs_here=launcher_name(platform) == "env")
     except KeyboardInterrupt:
         if queue is not None:  # `run_job` reports itself, and an array is on other machines
             queue.report()
         raise
     finally:
         cancel()
+
+
+def _wait_in_order(
+    waits: deque[Callable[[], RankResults[Any]]], *, runs_here: bool
+) -> Iterator[RankResults[Any] | Exception]:
+    # A function of its own: on Python 3.13, Ctrl-C at the end of a round of a `while` that stands
+    # directly in a `try` leaves out its `finally`. Each function leaves the deque before its call:
+    # nothing here keeps results, which belong to the caller once they are yielded
+    while waits:
+        yield _outcome(waits.popleft(), runs_here=runs_here)
 
 
 def _cancel_nothing() -> None:
@@ -174,9 +191,9 @@ def _is_sequential(platform: PlatformFields, max_parallel: int | None) -> bool:
 
 
 def _shares_of(jobs: Sequence[Job], max_parallel: int | None) -> list[Share]:
-    """Return the shares of this machine that its launches have.
+    """Return a share of this machine's devices and cores for each launch that runs at a time.
 
-    Empty for a single launch at a time, and for ranks that another launcher places.
+    There are no shares if one launch runs at a time, or if another launcher places the ranks.
     """
     platform = jobs[0].platform
     if max_parallel in (None, 1) or launcher_name(platform) != "local":
@@ -216,15 +233,19 @@ def _outcome(
 ) -> RankResults[Any] | Exception:
     """Return the results, or the exception without frames of parawrap.
 
-    Its notes show where it was raised in the rank. If the function `runs_here`, Ctrl-C in it is one
-    of this process.
+    The notes of the exception show where the rank raised it.
+
+    Args:
+        wait: Waits for a launch, and returns its results.
+        runs_here: True if the function runs in this process. Ctrl-C in the function then ends the
+            sweep.
     """
     try:
         return wait()
     except Exception as error:  # noqa: BLE001 (yielded instead of results)
         return error.with_traceback(user_frames(error.__traceback__))
     except BaseException as error:
-        # Only exceptions of ranks have notes. Ctrl-C in this process ends the sweep
+        # Exceptions of ranks have notes. Ctrl-C in this process has none, and ends the sweep
         notes = getattr(error, "__notes__", ())
         if runs_here or not notes:
             raise
@@ -244,37 +265,39 @@ def _as_exception(error: BaseException, notes: Sequence[str]) -> LaunchError:
 
 
 class _Queue:
-    """The pending jobs and the running launches. Daemon threads start the jobs.
+    """The pending jobs and the running launches of a sweep.
 
-    At the exit of the interpreter, the launches end, and further ones are refused.
+    Daemon threads start the jobs, and end when no job is pending. At the exit of the interpreter,
+    the launches end, and further launches are refused.
     """
 
     def __init__(self, jobs: Sequence[Job], shares: Sequence[Share | None]) -> None:
         self._futures: list[Future[RankResults[Any]]] = [Future() for _ in jobs]
-        # A job is pending or its launch is among the running ones: `cancel` misses none
+        # Held from the moment a job leaves `_pending` until its launch is in `_running`: `cancel`
+        # finds each job in one of the two
         self._access = threading.Lock()
         self._pending = deque(zip(jobs, self._futures, strict=True))
         self._running: set[Launch[Any]] = set()
-        # A share belongs to one thread, which makes one launch after another: when a launch has
-        # ended, so have its processes, and the next one finds the devices free
+        # Each share has its own thread, which makes one launch after another. The processes of a
+        # launch end before its results come, so that the next launch finds the devices free
         for share in shares:
             serve = partial(self._serve, share)
             threading.Thread(target=serve, name="parawrap-launch-map", daemon=True).start()
 
     def take_futures(self) -> list[Future[RankResults[Any]]]:
-        """Return the futures of the jobs, in order, and keep none."""
+        """Hand over the futures of the jobs, in order: nothing here keeps the results."""
         futures, self._futures = self._futures, []
         return futures
 
     def report(self) -> None:
         """Log where the ranks of the running launches are."""
-        # Without the lock, which a thread holds while it launches: Ctrl-C must not wait. `list`
-        # copies a set in one step
+        # Without the lock, which a thread holds while it launches: Ctrl-C must not wait for it.
+        # `list` copies a set in one step
         report_launches(list(self._running))
 
     def _serve(self, share: Share | None) -> None:
+        """Launch pending jobs on a share, one after another, until none is left."""
         while True:
-            # Held during the launch too: `cancel` then finds it among the running ones
             with self._access:
                 if not self._pending:
                     return
