@@ -1,12 +1,12 @@
 """The private names of torch, Python, and cloudpickle that parawrap uses.
 
-- A private name is used only where nothing public does the same. The comment at each one says what
-  it is needed for, and which public name comes closest.
-- Private names stand in this file and nowhere else. Those of optional packages, such as submitit
-  and torch_geometric, stand in the only file that uses the package.
-- If a release lacks one, the import of parawrap fails, and its error says which. The import does
-  not notice a missing attribute of objects; ``tests/test_private_names.py`` and the tests of the
-  feature do, as they notice a name that means something else.
+- A private name is used only where nothing public does the same. Its comment says what parawrap
+  uses the name for, and which public name comes closest.
+- Private names stand in this file and nowhere else. Private names of an optional package, such as
+  submitit or torch_geometric, stand in the only file that uses the package.
+- If a release lacks a name of a module or class, the import of parawrap fails, and the error has
+  the name. ``tests/test_private_names.py`` and the tests of the feature find a missing attribute of
+  an object, and a name that has got another meaning.
 - Names with an underscore that Python or torch document, such as ``os._exit``, are public.
 """
 
@@ -32,7 +32,7 @@ def private_name(path: str) -> Any:
     """Return the object at a dotted path.
 
     Raises:
-        ImportError: If there is none in this release of torch or Python.
+        ImportError: If this release of torch or Python has no object there.
 
     >>> private_name("atexit._clear").__name__
     '_clear'
@@ -52,17 +52,22 @@ def private_name(path: str) -> Any:
 
 
 def private_reader(path: str) -> Callable[[Any], Any]:
-    """Return a function that reads an attribute of instances, such as ``Tensor._version``."""
+    """Return a function that reads an attribute of instances, such as ``Tensor._version``.
+
+    Raises:
+        ImportError: If the class has no such attribute.
+    """
     private_name(path)
-    return attrgetter(path.rpartition(".")[2])
+    _, _, name = path.rpartition(".")
+    return attrgetter(name)
 
 
-# A tensor's count of writes in place, which shows what forward and the user wrote. Nothing public
-# does; torch's notes on autograd describe it.
+# A tensor's count of writes in place, which shows whether forward or the user wrote it. Nothing
+# public shows that; torch's notes on autograd describe the count.
 version_of: Callable[[torch.Tensor], int] = private_reader("torch.Tensor._version")
 
 # Attributes of torch.nn.Module that hold its parts: they show changes of a model. The public
-# `named_buffers` and others are slower, and leave entries out that are None.
+# `named_buffers` and its like are slower, and leave out entries that are None.
 PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
 # Dictionaries that calls do not read: replicas share them. Nothing public leads to them.
 NOT_CALLED = frozenset(
@@ -74,18 +79,18 @@ NOT_CALLED = frozenset(
         "_non_persistent_buffers_set",
     }
 )
-# The entries of each module's ``__dict__`` that torch makes, which are no attributes of the user's.
-# The training flag is set by users. Nothing public lists them.
+# The entries of each module's ``__dict__`` that torch makes. All others are attributes of the user,
+# and so is the training flag. Nothing public lists them.
 MODULE_ENTRIES = frozenset(vars(torch.nn.Module())) - {"training"}
 # Dictionaries of hooks that calls run: they show hooks that were added or removed. Nothing public
 # reads them.
 HOOK_TABLES = frozenset(name for name in MODULE_ENTRIES - NOT_CALLED if "_hooks" in name)
 PRE_HOOKS = "_forward_pre_hooks"
-# True for tensors that are parameters for `isinstance`: copies of parameters on other devices are.
-# The public way is a subclass of Parameter, which would be a leaf
+# The attribute that makes a tensor a Parameter for `isinstance`. Copies of parameters on other
+# devices have it. The public way is an instance of Parameter, which would be a leaf of autograd.
 IS_PARAMETER = "_is_param"
-# The name of the attribute that a hook of torch.nn.utils.prune computes in each call, which is no
-# write of forward. Nothing public tells it.
+# The name of the attribute that a hook of torch.nn.utils.prune sets in each call. It does not count
+# as a write of forward. Nothing public shows it.
 pruned_name_of: Callable[[Any], Any] = attrgetter("_tensor_name")
 
 # Copies many small tensors into others at once. The public loop over `Tensor.copy_` is slower.
@@ -93,8 +98,8 @@ copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = private_nam
     "torch._foreach_copy_"
 )
 
-# The hooks of all modules: with such a hook, also a model that writes nothing itself is checked for
-# writes. Nothing public reads them.
+# Hooks that run for all modules, and may write into a model that writes nothing itself. With one,
+# each call is checked for writes. Nothing public reads them.
 global_hooks: tuple[dict[int, Any], ...] = (
     private_name("torch.nn.modules.module._global_forward_hooks"),
     private_name("torch.nn.modules.module._global_forward_pre_hooks"),
@@ -135,26 +140,26 @@ forward_ad_level: Callable[[], int] = partial(
     private_reader("torch.autograd.forward_ad._current_level"), forward_ad
 )
 
-# torch.compile: the user's module or function in what it returned, and copies of that for lanes.
-# Nothing public leads from one to the other.
-COMPILED_CALL = "_compiled_call_impl"  # of a module whose `compile` was called
-COMPILED_FROM = "_torchdynamo_orig_callable"  # of a compiled function
-COMPILED = "_orig_mod"  # of a compiled module: the module that it was made from
+# Attributes by which torch.compile connects the user's module or function with the compiled one.
+# Lanes get compiled copies of the user's. Nothing public connects the two.
+COMPILED_CALL = "_compiled_call_impl"  # of a module whose `compile` was called: the compiled call
+COMPILED_FROM = "_torchdynamo_orig_callable"  # of a compiled function: the user's function
+COMPILED = "_orig_mod"  # of a compiled module: the user's module
 
 
 def compiler() -> Any:
-    """Return torch's compiler if the process has loaded it, as the first torch.compile does.
+    """Return torch's compiler; None if the process has not loaded it.
 
-    Else None.
+    The first torch.compile loads it.
     """
     return sys.modules.get("torch._dynamo")
 
 
 def is_compiled_module(value: Any) -> bool:
     """True for a module that torch.compile returned."""
-    return compiler() is not None and isinstance(
-        value, private_name("torch._dynamo.OptimizedModule")
-    )
+    if compiler() is None:  # looking up the class would load the compiler, which takes seconds
+        return False
+    return isinstance(value, private_name("torch._dynamo.OptimizedModule"))
 
 
 def is_compiled_function(function: Any) -> bool:
@@ -163,13 +168,14 @@ def is_compiled_function(function: Any) -> bool:
 
 
 def recompile_copy(copy: Any, compiled: Any, copied_module: torch.nn.Module) -> None:
-    """Make an empty `copy` of a compiled module compile the copy of the module in it."""
+    """Initialize the empty `copy` of a compiled module, so that it compiles `copied_module`."""
+    # Through the class, because the call of `__init__` of an instance is an error for type checkers
     initialize: Any = type(compiled).__init__
     initialize(copy, copied_module, compiled.dynamo_ctx)
 
 
 def compiled_original(compiled: Any) -> torch.nn.Module:
-    """Return the module that a compiled module was made from."""
+    """Return the user's module in a compiled module."""
     module: torch.nn.Module = getattr(compiled, COMPILED)
     return module
 
@@ -182,18 +188,19 @@ def uses_cuda_graphs(compiled: Any) -> bool:
 
 # Parts of tensors, batches, and modules
 
-# The parts of a sparse tensor, whose memory is kept until a stream has used it. The public
-# `Tensor.indices` and `Tensor.values` refuse a tensor that is not coalesced.
+# The two parts of a sparse tensor, whose memory must stay until a CUDA stream has used it. The
+# public `Tensor.indices` and `Tensor.values` refuse a tensor that is not coalesced.
 indices_of = private_reader("torch.Tensor._indices")
 values_of = private_reader("torch.Tensor._values")
-# Without it, `tree_map` of torch takes the parts of a batch as one leaf. Nothing public registers a
-# class.
+# Without it, `tree_map` of torch takes a `Parts` of `tp_collate` as one leaf. Nothing public
+# registers a class.
 register_pytree_node: Any = private_name("torch.utils._pytree.register_pytree_node")
-# The base class of all batch norms, also of a user's own. A public list has torch's classes only.
+# The base class of all batch norms, also of the user's own. A list of the public classes would have
+# torch's only.
 BatchNorm: Any = private_name("torch.nn.modules.batchnorm._BatchNorm")
 
-# Tensors whose copies mean nothing in another process, and which are refused. Their classes have no
-# public names.
+# Classes of tensors that are refused, because their copies have no meaning in another process. They
+# have no public names.
 FAKE_TENSOR = "torch._subclasses.fake_tensor.FakeTensor"
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.ShardedTensor"
 
@@ -201,7 +208,7 @@ SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.ShardedTensor"
 def loaded_class(path: str) -> Any:
     """Return a class if its module is loaded.
 
-    Else an empty tuple, of which nothing is an instance.
+    Else return an empty tuple: `isinstance` then finds no instance.
     """
     module, _, name = path.rpartition(".")
     return getattr(sys.modules.get(module), name, ())
@@ -209,47 +216,53 @@ def loaded_class(path: str) -> Any:
 
 # Processes
 
-# Runs the exit handlers of a rank, which leaves without unloading torch. Nothing public does.
+# Runs the exit handlers of a rank, which then exits without unloading torch. Nothing public does.
 run_exit_handlers = private_name("atexit._run_exitfuncs")
 # Waits for the threads that a rank's function started, and ends idle workers of thread pools.
 # Nothing public does both.
 join_threads = private_name("threading._shutdown")
-# Of cloudpickle, without public names: the globals that a function uses; what goes by name; the
-# makers of classes that go by value, to keep slots and not to run `__init_subclass__` again; and
-# tables for objects that go back, as objects of the sender's class
+
+# cloudpickle has no public names for these.
+# The globals that a function uses.
 names_in_code = private_name("cloudpickle.cloudpickle._extract_code_globals")
+# True for a function, class, or module that is pickled by its name.
 goes_by_name = private_name("cloudpickle.cloudpickle._should_pickle_by_reference")
+# Make a class that is pickled by value. parawrap keeps its slots, and does not run its
+# `__init_subclass__` again.
 make_class = private_name("cloudpickle.cloudpickle._make_skeleton_class")
 make_enum = private_name("cloudpickle.cloudpickle._make_skeleton_enum")
+# Tables by which an object that comes back has the sender's own class.
 id_of_class = private_name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS")
 class_of_id = private_name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID")
+
 # Flags and warning filters of this interpreter, for its ranks. Nothing public lists them.
 interpreter_options = private_name("subprocess._args_from_interpreter_flags")
-# The environment as bytes: compared at each call, and decoded only if it changed. The public
-# `dict(os.environ)` is slower. It also takes variables of a rank that programs do not see. Nothing
-# public does.
+# The environment as bytes. It is compared at each call, and decoded only if it changed; the public
+# `dict(os.environ)` is slower. Variables of a rank are set in it alone: `os.environ` has them, and
+# programs that the rank starts do not. Nothing public does that.
 raw_environ: Any = getattr(os.environ, "_data", os.environ)
-# The settings that children of multiprocessing get, such as their authkey: the rank goes with them
-# to loader workers. Environment variables, which are public, would go to all programs.
-_of_process: Callable[[Any], dict[str, Any]] = attrgetter("_config")
-# The process that removes shared memory and semaphores that nothing has unlinked: ranks report to
-# that of the script. The public `multiprocessing.resource_tracker.getfd` reads the connection only.
+# The settings that children of multiprocessing get, such as their authkey. In them, loader workers
+# get the description of their rank. Environment variables, which are public, go to all programs.
+_settings_of: Callable[[Any], dict[str, Any]] = attrgetter("_config")
+# The process that removes shared memory and semaphores that nothing has unlinked. Ranks report to
+# the tracker of the script. The public `multiprocessing.resource_tracker.getfd` only reads the
+# connection, and cannot set it.
 _tracker: Any = private_name("multiprocessing.resource_tracker._resource_tracker")
-# Finalizers of torch's libraries, which ranks must not run: they would exit later. Nothing public
-# lists them.
+# Finalizers, also of torch's libraries. Ranks leave them out, as they would delay the exit. Nothing
+# public lists them.
 _finalizers: dict[Any, Any] = getattr(weakref.finalize, "_registry", {})
 
 
 def keep_finalizers_from_exits() -> None:
-    """Do not run the finalizers that exist now at the exit of this process and of its forks."""
+    """Take the finalizers that exist now out of the exits of this process and of its forks."""
     for finalizer in list(_finalizers):
         finalizer.atexit = False
 
 
 def update_in_python(variables: Mapping[str, str]) -> tuple[str, dict[Any, Any]]:
-    """Return the name of a function, and its argument, that do what `set_in_python` does.
+    """Return the name of a function, and its argument: the call sets variables in Python alone.
 
-    `pkgutil.resolve_name` finds the function, in a process without parawrap too.
+    `pkgutil.resolve_name` finds the function by its name, also in a process without parawrap.
     """
     if raw_environ is os.environ:
         return "os:environ.update", dict(variables)
@@ -258,7 +271,7 @@ def update_in_python(variables: Mapping[str, str]) -> tuple[str, dict[Any, Any]]
 
 
 def set_in_python(name: str, value: str) -> None:
-    """Set a variable in `os.environ`, and not in the environment that other programs get."""
+    """Set a variable in `os.environ`, and not in the environment that started programs get."""
     if raw_environ is os.environ:
         os.environ[name] = value
     else:
@@ -266,15 +279,14 @@ def set_in_python(name: str, value: str) -> None:
 
 
 def process_configuration() -> dict[str, Any]:
-    """Return the settings that children of multiprocessing get as a copy."""
-    configuration: dict[str, Any] = _of_process(multiprocessing.current_process())
-    return configuration
+    """Return the settings of this process. Its children of multiprocessing get a copy of them."""
+    return _settings_of(multiprocessing.current_process())
 
 
 def imports_main() -> bool:
     """True while a child of multiprocessing runs the main script again, to find definitions.
 
-    A launch is refused then. Nothing public shows it.
+    A launch in the script is refused then. Nothing public shows it.
     """
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 

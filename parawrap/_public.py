@@ -9,16 +9,16 @@ T = TypeVar("T")
 
 
 def public(value: T) -> T:
-    """Let a class or function report ``parawrap`` as its module.
+    """Let a class or function report ``parawrap`` as its module, and return it.
 
-    Users import it from there, and pickles refer to it.
-
-    Annotations of a class are evaluated first, because `typing.get_type_hints` looks their names up
-    in that module.
+    Users import it from there, and pickles refer to it by that name.
     """
     own = vars(value).get("__annotations__") if isinstance(value, type) else None
     if own:
-        with suppress(NameError):  # names that are imported for type checkers only
-            own.update({name: hint for name, hint in get_type_hints(value).items() if name in own})
+        # Annotations are texts. They are evaluated before the module changes, because
+        # `typing.get_type_hints` would look up their names in the new module
+        with suppress(NameError):  # some names are imported for type checkers only
+            hints = get_type_hints(value)
+            own.update({name: hints[name] for name in own})
     value.__module__ = "parawrap"
     return value

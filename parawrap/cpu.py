@@ -17,10 +17,12 @@ __all__ = ["keep_freed_memory"]
 _log = logging.getLogger("parawrap.cpu")
 
 _libc: Any = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in malloc.h
-# Above the activations of most models; glibc returns larger blocks to the kernel
+_TRIM_THRESHOLD = -1  # M_TRIM_THRESHOLD in malloc.h
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD in malloc.h
+# In bytes. Most activations are smaller. glibc still returns larger blocks to the kernel
 _KEEP_BELOW = 1 << 30
-_GLIBC_LARGEST = 32 << 20  # DEFAULT_MMAP_THRESHOLD_MAX in malloc.c
+_GLIBC_LARGEST = 32 << 20  # bytes: DEFAULT_MMAP_THRESHOLD_MAX in malloc.c
+# The user's own settings of the thresholds, as variables and in GLIBC_TUNABLES
 _SETTINGS = (
     "MALLOC_MMAP_THRESHOLD_",
     "MALLOC_TRIM_THRESHOLD_",
@@ -64,24 +66,28 @@ def keep_freed_memory() -> Iterator[None]:
         >>> with torch.no_grad(), keep_freed_memory():
         ...     y = model(torch.randn(64, 3, 16, 16))
     """
-    if reason := _reason_not_to():
-        _log.info("freed memory is not kept: %s", reason)
+    obstacle = _find_obstacle()
+    if obstacle is not None:
+        _log.info("freed memory is not kept: %s", obstacle)
         yield
-    else:
-        # An interrupt before `try` leaves the thresholds set, which costs memory alone
-        _add_block(+1)
-        try:
-            yield
-        finally:
-            _add_block(-1)
+        return
+    # Ctrl-C between this line and `try` leaves the thresholds set, which only costs memory
+    _add_block(+1)
+    try:
+        yield
+    finally:
+        _add_block(-1)
 
 
 def _add_block(change: int) -> None:
-    """Count one block more or less. Set the thresholds at the first one and after the last one."""
+    """Add +1 or -1 to the number of open blocks.
+
+    The first block sets the thresholds, and the last one resets them.
+    """
     global _open_blocks
     with _lock:
-        before, _open_blocks = _open_blocks, _open_blocks + change
-        if before == 0:
+        _open_blocks += change
+        if change == 1 and _open_blocks == 1:
             _set_thresholds(trim=_KEEP_BELOW, mmap=_KEEP_BELOW)
             _log.info("this process keeps freed memory")
         elif _open_blocks == 0:
@@ -92,13 +98,15 @@ def _add_block(change: int) -> None:
 
 def _set_thresholds(*, trim: int, mmap: int) -> None:
     _libc.mallopt(_TRIM_THRESHOLD, trim)
-    if not _libc.mallopt(_MMAP_THRESHOLD, mmap):  # glibc before 2.35 refuses a larger value
+    # glibc before 2.35 refuses a value above its own limit, and returns 0
+    if not _libc.mallopt(_MMAP_THRESHOLD, mmap):
         _libc.mallopt(_MMAP_THRESHOLD, _GLIBC_LARGEST)
 
 
-def _reason_not_to() -> str | None:
-    """Return why the thresholds stay as they are; None if the block may set them."""
-    if not hasattr(_libc, "gnu_get_libc_version"):  # nor has None, outside of Linux
+def _find_obstacle() -> str | None:
+    """Return why a block cannot set the thresholds; None if it can."""
+    # Outside of Linux, `_libc` is None, which has no such attribute either
+    if not hasattr(_libc, "gnu_get_libc_version"):
         return "the C library is not glibc"
     known = {*os.environ, *re.split("[:=]", os.environ.get("GLIBC_TUNABLES", ""))}
     found = " and ".join(name for name in _SETTINGS if name in known)

@@ -1,7 +1,7 @@
 """The exceptions that parawrap raises.
 
 An exception that *your* code raises inside a lane keeps its type and traceback. parawrap adds a
-note that names the lane, the device, and the shard.
+note that names the lane, the device, and the rows.
 """
 
 from __future__ import annotations
@@ -10,24 +10,26 @@ import re
 from collections.abc import Mapping
 from signal import Signals
 
-ADDRESS = ""  # of the documentation; setup.py sets it in a build
-# What `ParawrapError.__str__` adds. An error that quotes another one does not repeat it
+ADDRESS = ""  # the address of the documentation; setup.py sets it in a build
+# The ends that `ParawrapError.__str__` adds to texts. An error that quotes another error drops the
+# end of the quoted one
 _PLACES = re.compile(r' \((?:the page "Errors" of the documentation, \w+|\S+/errors\.html#\w+)\)')
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Do what ``error.add_note`` does, also for an exception whose class refuses new attributes.
+    """Add a note like ``error.add_note``, also to an exception whose class refuses new attributes.
 
     >>> error = ValueError("too long")
     >>> add_note(error, "in lane 1")
     >>> error.__notes__
     ['in lane 1']
     """
+    # A new list: the old one may be shared with a copy of the exception
     error.__dict__["__notes__"] = [*error.__dict__.get("__notes__", ()), note]
 
 
 def name_section(page: str, title: str, section: str) -> str:
-    """Return a section of a page of the documentation: its address, or its titles in words."""
+    """Return where a section of the documentation is: an address, or the titles in words."""
     if ADDRESS:
         return f"{ADDRESS}/{page}.html#{section.lower().replace(' ', '-')}"
     return f'the page "{title}" of the documentation, section "{section}"'
@@ -40,23 +42,22 @@ class ParawrapError(Exception):
     was built with one, or the title of the page.
     """
 
-    # DataLoader raises errors of its workers again as ``kind(message=...)``
+    # A constructor with a parameter of this name, because DataLoader raises an error of its workers
+    # again as ``kind(message=...)``
     def __init__(self, message: str) -> None:
         super().__init__(message)
 
     @property
     def message(self) -> str:
-        """The text without its place in the documentation, and without those of quoted errors."""
+        """The text without its section in the documentation, and without those of quoted errors."""
         return _PLACES.sub("", super().__str__())
 
     def __str__(self) -> str:
         name = type(self).__name__
-        page = (
-            f"{ADDRESS}/errors.html#{name.lower()}"
-            if ADDRESS
-            else f'the page "Errors" of the documentation, {name}'
-        )
-        return f"{self.message} ({page})"
+        place = f'the page "Errors" of the documentation, {name}'
+        if ADDRESS:
+            place = f"{ADDRESS}/errors.html#{name.lower()}"
+        return f"{self.message} ({place})"
 
 
 class ShardError(ParawrapError, ValueError):
@@ -103,7 +104,7 @@ class ResumeError(ParawrapError, RuntimeError):
 
 
 class DeviceListError(ParawrapError, ValueError):
-    """A device list is malformed on any machine: empty, of mixed types, or with another entry."""
+    """A device list is empty, mixes types, or has an entry that is not a device on any machine."""
 
 
 class DeviceUnavailableError(ParawrapError, RuntimeError):

@@ -32,8 +32,8 @@ __all__ = ["DataParallel", "NeuronCore", "core_count", "dynamic_batch", "load", 
 def core_count() -> int:
     """Return the number of NeuronCores that are allocated to this process.
 
-    The emulated runtime has 2 cores, unless NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES sets
-    another number. If NeuronCores are torch devices, it is the number of these devices.
+    If NeuronCores are torch devices, it is the number of these devices. The emulated runtime has 2
+    cores, unless NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES sets another number.
 
     Raises:
         DeviceUnavailableError: If the runtime is not installed, or the cores cannot be counted.
@@ -45,7 +45,9 @@ def core_count() -> int:
         ...     neuron.core_count()
         8
     """
-    return backend_of("neuron").count() if neuron_is_device() else runtime().core_count()
+    if neuron_is_device():
+        return backend_of("neuron").count()
+    return runtime().core_count()
 
 
 def trace(
@@ -137,6 +139,7 @@ def load(file: str | os.PathLike[str] | IO[bytes]) -> torch.jit.ScriptModule:
 
     Raises:
         DeviceUnavailableError: If the runtime is not installed.
+        OSError, RuntimeError: If torch cannot read the file.
 
     Example:
         >>> import io, torch
@@ -160,6 +163,9 @@ def save(model: torch.jit.ScriptModule, file: str | os.PathLike[str] | IO[bytes]
     Args:
         model: A model from `trace`.
         file: A path, or a file that is open for writing bytes.
+
+    Raises:
+        OSError, RuntimeError: If torch cannot write the file.
 
     Example:
         >>> import io, torch

@@ -3,12 +3,22 @@
 optree does the work. It supports list, tuple, namedtuple, dict, OrderedDict, defaultdict, and
 deque. This module registers dataclasses and subclasses of Mapping, list, and tuple when it first
 meets each class, and rebuilds values as that class. It has no code for devices, rows, or modules.
+
+word        | meaning
+----------- | -----------------------------------------------------------------------------------
+node        | any value in a nested value, also that value itself
+leaf        | a node that is not taken apart, such as a tensor or a number
+kept whole  | a class has rules of its own for its instances: each is one leaf (`WholeLeaf`)
+spec        | the structure of a value without its leaves, as optree returns it
+blank       | a registered container without its parts (`_Blank`)
+address     | the place of a leaf as Python code, such as ``args[0]["mask"]``
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import operator
 import threading
 import types
 import warnings
@@ -38,15 +48,10 @@ TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 """Torch's own two classes. The operations of a Parameter are those of a tensor."""
 
 
-class _Absent:
-    def __repr__(self) -> str:
-        return "absent"
+ABSENT: Any = object()
+"""Stands for the value of an entry that a container does not have. None may be a real value."""
 
-
-ABSENT: Any = _Absent()
-"""The value of an entry that a container does not have. None may be the value of one it has."""
-
-# Values whose contents `tensors_in` does not search
+# Classes of values that `tensors_in` does not search
 _SEALED = (
     *PLAIN,
     type,
@@ -55,25 +60,27 @@ _SEALED = (
     types.BuiltinFunctionType,
 )
 INSIDE = ...
-"""The step of a path from a container that is kept whole to its leaf."""
+"""The step in the path to a leaf from a container that is kept whole to its `WholeLeaf`."""
 
-# In a BatchEncoding of transformers, a UserDict: a list with one item per row, or None
+# An attribute of a BatchEncoding of transformers, which is a UserDict. It has one item per row, or
+# is None
 _ITEMS_OF_ROWS = "_encodings"
 
-# Each type is examined once. From then on it is a leaf, or a node that optree knows. Types are few
-# and long-lived.
+# Each class is examined when it is first met. From then on it is in one of the first two sets, for
+# good, because classes are few and long-lived. The sets are written with the lock held, and may be
+# read without it: a look-up in a set is one step of Python
 _known_leaves: set[type] = {torch.Tensor, torch.nn.Parameter, torch.Size, *PLAIN}
-_nodes: set[type] = set()
+_nodes: set[type] = set()  # registered with optree
 _whole: set[type] = set()  # of the nodes, those that are kept whole
-# All three are written with the lock held, and read without it: a look at one of them is one step
 _examining = threading.Lock()
-_claims: list[Callable[[type], bool]] = []  # from `keep_whole_if`
+# The functions that `keep_whole_if` was given
+_claims: list[Callable[[type], bool]] = []
 
 
 class WholeLeaf:
     """A leaf that stands for a whole container.
 
-    It is of a class with its own rules, or a sequence with one item per row.
+    The class of the container has its own rules, or the container is a list with one item per row.
     """
 
     __slots__ = ("value",)
@@ -88,35 +95,37 @@ _known_leaves.add(WholeLeaf)
 def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of `value` in a fixed order, and its structure, which `unflatten` takes.
 
-    None is a leaf. An instance of a class that was passed to `keep_whole` is also a leaf, wrapped
-    in :class:`WholeLeaf`. The outermost nodes that `is_leaf` accepts are leaves.
+    None is a leaf. An instance of a class that is kept whole is also a leaf, wrapped in
+    :class:`WholeLeaf`. The outermost nodes that `is_leaf` accepts are leaves.
     """
     leaves, spec = optree.tree_flatten(value, is_leaf, none_is_leaf=True, namespace=_NAMESPACE)
-    if _known_leaves.issuperset(map(type, leaves)):  # nearly always, and a loop in C
+    # Nearly always true, and checked by a loop in C
+    if _known_leaves.issuperset(map(type, leaves)):
         return leaves, spec
-    # The caller takes the nodes that `is_leaf` accepts for leaves, and they may be containers
+    # Without the nodes that `is_leaf` accepts: they are leaves in this call only
     kinds = {type(leaf) for leaf in leaves if is_leaf is None or not is_leaf(leaf)}
     new_kinds = kinds - _known_leaves
     if new_kinds and _examine(new_kinds):
-        # optree takes the new containers apart now, and may meet other new classes inside
+        # Now optree takes the new containers apart. New classes inside are examined in turn
         return flatten(value, is_leaf)
     return leaves, spec
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:
-    """Return the value with that structure and those leaves."""
+    """Return the value with a structure and leaves."""
     return spec.unflatten(leaves)
 
 
 def replace_nodes(value: Any, chosen: Callable[[Any], bool], replace: Callable[[Any], Any]) -> Any:
     """Return `value` with every outermost node that `chosen` accepts replaced by ``replace(node)``.
 
-    If no node is replaced by another object, it is `value` itself.
+    If no node is replaced by another object, return `value` itself.
     """
     leaves, spec = flatten(value, chosen)
     made = [replace(leaf) if chosen(leaf) else leaf for leaf in leaves]
-    if all(new is leaf for new, leaf in zip(made, leaves, strict=True)):
-        return value  # and not equal containers: forward may write into those of the caller
+    # Without new leaves there are no new containers: forward may write into the caller's own
+    if all(map(operator.is_, made, leaves)):
+        return value
     return unflatten(spec, made)
 
 
@@ -132,8 +141,9 @@ def flatten_once(value: Any) -> tuple[list[Any], TreeSpec]:
 def parts_below(value: Any) -> list[Any] | None:
     """Return the values one level below a container; None for a leaf.
 
-    The part of a class kept whole is a `WholeLeaf`.
+    A container that is kept whole has one part, its `WholeLeaf`.
     """
+    # The usual classes first, without optree
     kind = type(value)
     if kind is dict:
         return [*value.values()]
@@ -146,15 +156,15 @@ def parts_below(value: Any) -> list[Any] | None:
 
 
 def is_kept_whole(cls: type) -> bool:
-    """True if every instance of a class is one leaf, though it is a container or has parts."""
+    """True if every instance of a class is one leaf, also if it is a container."""
     return cls in _whole
 
 
 def keep_whole(cls: type) -> None:
     """Treat each instance of `cls` as one leaf in a :class:`WholeLeaf`, also a container."""
     with _examining:
-        # A thread that meets an instance before the last step takes it for a leaf of a new class,
-        # and waits in `_examine` for the lock
+        # First: a thread that flattens an instance before `_register` finds an unknown leaf, and
+        # waits in `_examine` for the lock
         _known_leaves.discard(cls)
         if cls in _nodes:
             optree.unregister_pytree_node(cls, namespace=_NAMESPACE)
@@ -162,7 +172,7 @@ def keep_whole(cls: type) -> None:
 
 
 def keep_whole_if(claim: Callable[[type], bool]) -> None:
-    """Apply `keep_whole` to each class that is met from now on, if ``claim(cls)`` is True."""
+    """Keep each class whole that is met from now on, and for which ``claim(cls)`` is True."""
     _claims.append(claim)
 
 
@@ -171,6 +181,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
     Functions, classes, and Python modules are not searched.
     """
+    # The objects by id. They are kept, because another object could get the id of a deleted one
     seen: dict[int, object] = {}
     waiting: list[Any] = [value]
     while waiting:
@@ -185,7 +196,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def held_by(value: Any) -> list[Any]:
-    """Return what an object holds in attributes, slots, and as a container."""
+    """Return the values in the attributes and slots of an object, and in it as a container."""
     found: list[Any] = []
     if isinstance(value, Mapping):
         found += value.values()
@@ -194,7 +205,7 @@ def held_by(value: Any) -> list[Any]:
     elif isinstance(value, types.MethodType):
         found.append(value.__self__)
     for name in {*getattr(value, "__dict__", ()), *names_of_slots(type(value))}:
-        # A namespace with `self.__dict__ = self` may have other keys. A slot may be empty
+        # With `self.__dict__ = self`, keys may be other values than texts. A slot may be empty
         if isinstance(name, str) and hasattr(value, name):
             found.append(getattr(value, name))
     return found
@@ -206,18 +217,16 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def list_attributes(tensor: torch.Tensor) -> list[str]:
-    """Return the names of a tensor's own attributes, which cutting and joining would lose.
-
-    The marks of torch.compile do not count. A wrapper of tensors keeps its tensors there, and cuts
-    them itself.
-    """
+    """Return the names of a tensor's own attributes, which cutting and joining would lose."""
+    # A subclass that wraps tensors has them as attributes, and cuts them itself
     if hasattr(tensor, "__tensor_flatten__"):
         return []
+    # torch.compile marks tensors with attributes of its own
     return [name for name in tensor.__dict__ if not name.startswith("_dynamo_")]
 
 
 def names_of_slots(cls: type) -> list[str]:
-    """Return the names of the slots of a class, those of private names as Python stores them."""
+    """Return the names of the slots of a class, as Python stores them."""
     found: list[str] = []
     for each in cls.__mro__:
         slots = vars(each).get("__slots__", ())
@@ -226,33 +235,35 @@ def names_of_slots(cls: type) -> list[str]:
         for name in slots:
             if name in ("__dict__", "__weakref__"):
                 continue
+            # Python puts the class before a name with two underscores: _Net__cache
             is_private = name.startswith("__") and not name.endswith("__")
             found.append(f"_{each.__name__.lstrip('_')}{name}" if is_private else name)
     return found
 
 
-# Options that may be trees like a value: `in_dims`, `out_dims`, `reduce`
+# Options that may be trees, nested like the value that they describe: `in_dims`, `out_dims`, and
+# `reduce`
 
 
 class Fields(Protocol):
-    """A dataclass."""
+    """The type of any dataclass, for type checkers."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 UNDECLARED: Any = object()
-"""The entry of a place that an option does not name."""
+"""Stands for the entry of a place that an option does not name. None is an entry."""
 
 
 def as_tree(option: Any) -> Any:
-    """Return an option that may be a tree, with dicts in the places of dataclasses."""
-    # First: a ModelOutput is a dataclass too, and has its items as a mapping
+    """Return an option with dicts for mappings and dataclasses, and tuples for sequences."""
+    # Before dataclasses: a ModelOutput of transformers is both, and its items are the mapping's
     if isinstance(option, Mapping):
         return {key: as_tree(each) for key, each in option.items()}
     is_class = isinstance(option, type)
     if dataclasses.is_dataclass(option) and not is_class:
         names = [field.name for field in dataclasses.fields(option)]
-        # A field with init=False may not be set
+        # A field with init=False may be unset
         return {name: as_tree(getattr(option, name)) for name in names if hasattr(option, name)}
     if isinstance(option, (list, tuple, deque)):
         return tuple(map(as_tree, option))
@@ -267,7 +278,7 @@ def entries_of(option: Any) -> list[Any]:
 def entry_at(option: Any, key: Any, missing: Any) -> Any:
     """Return the entry of an option for one part of a container; `missing` if there is none.
 
-    Where the tree of entries ends, the option holds for all parts.
+    An option that is not a tree holds for all parts, and is the entry of each.
     """
     if isinstance(option, dict):
         return option.get(key, missing)
@@ -277,7 +288,8 @@ def entry_at(option: Any, key: Any, missing: Any) -> Any:
     return option[key] if has_entry else missing
 
 
-# Addresses
+# Addresses: a path is the tuple of steps from a value to a leaf. A step is a key, a position, an
+# attribute, or INSIDE
 
 
 class Attribute(str):
@@ -287,7 +299,10 @@ class Attribute(str):
 
 
 def addresses(spec: TreeSpec, root: str) -> list[str]:
-    """Return the address of each leaf, such as ``values[0]`` or ``values["batch"].mask``."""
+    """Return the address of each leaf, such as ``values[0]`` or ``values["batch"].mask``.
+
+    `root` is the name of the whole value.
+    """
     return [address(root, path) for path in spec.paths()]
 
 
@@ -296,25 +311,25 @@ def address(root: str, path: Iterable[Any]) -> str:
     return root + "".join(map(_write_step, path))
 
 
-def _write_step(entry: object) -> str:
-    if entry is INSIDE:
+def _write_step(step: object) -> str:
+    if step is INSIDE:
         return ""
-    if isinstance(entry, Attribute):
-        return f".{entry}"
-    if isinstance(entry, str):
-        return f'["{entry}"]'
-    return f"[{entry!r}]"
+    if isinstance(step, Attribute):
+        return f".{step}"
+    if isinstance(step, str):
+        return f'["{step}"]'
+    return f"[{step!r}]"
 
 
-# Classes of containers
+# Classes of containers: how optree takes their instances apart, and rebuilds them
 
 
 def _examine(kinds: Iterable[type]) -> bool:
-    """Examine types that are met for the first time. Return True if one of them is a container."""
+    """Enter classes that are met for the first time. Return True if one of them is a container."""
     has_container = False
     with _examining:
         for cls in kinds:
-            # Another thread may have examined the class meanwhile
+            # Another thread may have entered the class before this one got the lock
             if cls not in _known_leaves and cls not in _nodes:
                 if any(claim(cls) for claim in _claims):
                     _register(cls, _as_whole)
@@ -327,20 +342,20 @@ def _examine(kinds: Iterable[type]) -> bool:
 
 
 def _is_container(cls: type) -> bool:
-    # A module may be a dataclass, and a member of an Enum a tuple. Both are values
+    # A module that is a dataclass, or a member of an Enum that is a tuple, is one value
     if issubclass(cls, (torch.nn.Module, enum.Enum)):
         return False
     return issubclass(cls, (Mapping, list, tuple)) or dataclasses.is_dataclass(cls)
 
 
-def _register(cls: type, down: Callable[[Any], Any]) -> None:
+def _register(cls: type, take_apart: Callable[[Any], Any]) -> None:
+    """Let optree take instances of a class apart, and rebuild them. The caller holds the lock."""
     with warnings.catch_warnings():
-        # optree warns that a registered namedtuple loses its default handling, which is intended
-        # here.
+        # optree warns that a registered namedtuple loses its default handling. That is intended
         warnings.simplefilter("ignore", UserWarning)
-        optree.register_pytree_node(cls, down, _rebuild, namespace=_NAMESPACE)
+        optree.register_pytree_node(cls, take_apart, _rebuild, namespace=_NAMESPACE)
     _nodes.add(cls)
-    if down is _as_whole:
+    if take_apart is _as_whole:
         _whole.add(cls)
 
 
@@ -355,25 +370,29 @@ class _Blank:
     cls: Any
     keys: tuple[Any, ...]
     names: tuple[Attribute, ...]
-    plain: tuple[tuple[str, type, Any], ...]  # by type too: True is not 1
-    # The text of a function differs between processes
+    # The name, type, and value of each. The type, because True equals 1
+    plain: tuple[tuple[str, type, Any], ...]
+    # Of a defaultdict. Left out of comparisons and texts, since those of functions differ between
+    # processes
     factory: Any = dataclasses.field(compare=False, repr=False)
     is_namespace: bool = False  # its items are its attributes: ``self.__dict__ = self``
 
 
 def _as_whole(value: Any) -> tuple[Any, ...]:
-    """Return the container as its only part, for optree: parts, no blank, and keys."""
+    """Return what optree needs: the container as its only part, no blank, and the step to it."""
     return (WholeLeaf(value),), None, (INSIDE,)
 
 
 def _take_apart(value: Any) -> tuple[Any, ...]:
-    """Return the parts of a container, its blank, and the keys of the parts, for optree."""
+    """Return what optree needs: the parts of a container, its blank, and the step to each part."""
+    # The items
     attributes: dict[str, Any] = getattr(value, "__dict__", {})
     if isinstance(value, Mapping):
         keys = tuple(value)
         parts = [value[key] for key in keys]
         if not isinstance(value, dict | UserDict):
-            attributes = {}  # they may hold the items, which `_rebuild` gives to the class
+            # They may hold the items, from which `_rebuild` makes the mapping by its class
+            attributes = {}
     elif dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         keys = tuple(Attribute(field.name) for field in fields if hasattr(value, field.name))
@@ -381,10 +400,11 @@ def _take_apart(value: Any) -> tuple[Any, ...]:
     else:
         keys = tuple(range(len(value)))
         parts = list(value)
-    # A ModelOutput and a dataclass have their items as attributes too
+
+    # The attributes, without those that are items: all of a dataclass, and some of a ModelOutput
     skipped = {*keys}
     if isinstance(value, UserDict):
-        skipped.add("data")  # its items
+        skipped.add("data")  # the dict of its items
     names: list[Attribute] = []
     plain: list[tuple[str, type, Any]] = []
     for name, part in attributes.items():
@@ -394,10 +414,12 @@ def _take_apart(value: Any) -> tuple[Any, ...]:
             plain.append((name, type(part), part))
             continue
         names.append(Attribute(name))
-        # One leaf, which is cut by item
+        # One leaf, which is cut by item like a list of texts
         has_item_per_row = name == _ITEMS_OF_ROWS and isinstance(part, list)
         is_one_leaf = has_item_per_row and isinstance(value, UserDict)
         parts.append(WholeLeaf(part) if is_one_leaf else part)
+
+    # The blank
     factory = value.default_factory if isinstance(value, defaultdict) else None
     is_namespace = attributes is value
     blank = _Blank(type(value), keys, tuple(names), tuple(plain), factory, is_namespace)
@@ -405,8 +427,9 @@ def _take_apart(value: Any) -> tuple[Any, ...]:
 
 
 def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
-    """Return the container of a blank, or the only part if there is none.
+    """Return a container with the parts, for optree.
 
+    Without a blank, the only part is the container itself.
     Only a mapping that is neither a dict nor a UserDict runs its ``__init__``.
     """
     found = list(parts)
@@ -417,10 +440,13 @@ def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
     items = dict(zip(blank.keys, found[:count], strict=True))
     is_mapping = issubclass(kind, Mapping)
     if is_mapping and not issubclass(kind, dict | UserDict):
-        return blank.cls(items)  # only the class can fill its instances
+        return blank.cls(items)  # only the class knows where its instances keep the items
+
+    # An empty container; a tuple has its items from the start
     is_tuple = issubclass(kind, tuple)
     built: Any = tuple.__new__(kind, items.values()) if is_tuple else blank.cls.__new__(kind)
-    # Attributes come before the items: `__setitem__` of the class may read them
+
+    # The attributes that are no parts. Before the items, because `__setitem__` may read them
     if issubclass(kind, defaultdict):
         built.default_factory = blank.factory
     if blank.is_namespace:
@@ -428,15 +454,17 @@ def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
     if issubclass(kind, UserDict):
         object.__setattr__(built, "data", {})
     _set_attributes(built, {name: value for name, _, value in blank.plain})
+
+    # The parts
     if is_mapping:
-        # __setitem__ keeps the attributes of a ModelOutput equal to its items
+        # `__setitem__` of a ModelOutput also sets the attribute of an item
         for key, item in items.items():
             built[key] = item
     elif dataclasses.is_dataclass(kind):
         _set_attributes(built, items)
     elif not is_tuple:
         built.extend(items.values())
-    others = map(_unwrap, found[count:])  # `_take_apart` may have wrapped a list
+    others = map(_unwrap, found[count:])  # `_take_apart` may have wrapped a list of items per row
     _set_attributes(built, dict(zip(blank.names, others, strict=True)))
     return built
 
