@@ -12,23 +12,29 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from parawrap._private_names import register_pytree_node
+from parawrap.displays import spell_count
 
 
 class Parts(tuple[Any, ...]):
-    """The parts of one argument of a `TupleParallel`, as a collate function returns them.
+    """The parts of one argument of a `TupleParallel`, as `tp_collate` marks them.
 
-    It is a tuple in all respects.
+    Users may treat it as a tuple. The class shows that a tuple holds parts, and not arguments.
     """
 
     __slots__ = ()
 
 
+# For `tree_map` of torch: the parts as a list, without further facts, and back
 register_pytree_node(Parts, lambda parts: (list(parts), None), lambda parts, _: Parts(parts))
 
 
 def transpose_rows(rows: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]) -> Any:
-    """Transpose rows, at least one. Messages refer to a row by `noun`; `refuse` raises them."""
-    return rebuild(plain_tuple(rows[0]), collect_columns(rows, noun, refuse))
+    """Return a container like the first row, with a tuple of the rows' items in each place.
+
+    There is at least one row. Messages refer to a row by `noun`, and `refuse` raises them.
+    """
+    columns = collect_columns(rows, noun, refuse)
+    return rebuild(plain_tuple(rows[0]), columns)
 
 
 def is_container(value: Any) -> bool:
@@ -44,13 +50,13 @@ def is_list_per_row(value: Any) -> bool:
 
     No item is a tensor, a list, or a tuple.
     """
-    return type(value) is list and not any(
-        isinstance(item, (torch.Tensor, list, tuple)) for item in value
-    )
+    if type(value) is not list:
+        return False
+    return not any(isinstance(item, (torch.Tensor, list, tuple)) for item in value)
 
 
 def items_of(container: Any) -> dict[Any, Any]:
-    """Return the items by key or position."""
+    """Return the items by key or position. The result may be the container: do not change it."""
     if type(container) is dict:
         return container
     if isinstance(container, Mapping):
@@ -64,19 +70,22 @@ def plain_tuple(container: Any) -> Any:
 
 
 def rebuild(like: Any, items: dict[Any, Any]) -> Any:
-    """Return a container of the type of ``like`` with new items in the same places."""
+    """Return a container of the type of ``like`` with new items in the same places.
+
+    The caller hands `items` over: for a dict, it is the result.
+    """
     if type(like) is dict:
         return items
     if optree.is_namedtuple_instance(like):
         return like._make(items.values())
     if isinstance(like, tuple):
         return tuple(items.values())
-    # A mapping without __setitem__, such as MappingProxyType: its constructor takes the items
+    # The constructor of a mapping without __setitem__, such as MappingProxyType, takes the items
     if not isinstance(like, (list, MutableMapping)):
         return type(like)(items)
     # A copy: a subclass may carry more than its items
     clone: Any = copy.copy(like)
-    # A dict that gives its items as attributes is its own __dict__. So must be the copy
+    # A dict that gives its items as attributes is its own __dict__, and so must the copy be
     if getattr(like, "__dict__", None) is like:
         clone.__dict__ = clone
     for key, item in items.items():
@@ -85,7 +94,7 @@ def rebuild(like: Any, items: dict[Any, Any]) -> Any:
 
 
 def check_kinds(values: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]) -> None:
-    """Call ``refuse`` with a message unless all values are of one kind, such as tensors."""
+    """Call ``refuse`` with a message if the values are of several kinds. It raises."""
     for position, value in enumerate(values):
         if container_kind(value) is not container_kind(values[0]):
             kind, first_kind = describe_type(value), describe_type(values[0])
@@ -93,7 +102,11 @@ def check_kinds(values: Sequence[Any], noun: str, refuse: Callable[[str], NoRetu
 
 
 def container_kind(value: Any) -> type:
-    """Return the kind of a value. Lists and tuples are of one kind, and so are all mappings."""
+    """Return the kind of a value, as a class.
+
+    Lists and tuples are of kind tuple, and mappings of kind dict. Each class of namedtuples is a
+    kind of its own, and so are tensors and None. All other values are of kind object.
+    """
     if isinstance(value, torch.Tensor):
         return torch.Tensor
     if value is None:
@@ -117,15 +130,16 @@ def collect_columns(
     Call ``refuse`` if the rows differ in kind, keys, or length.
     """
     check_kinds(rows, noun, refuse)
-    tables = [items_of(row) for row in rows]
+    tables = list(map(items_of, rows))
     first = tables[0]
     for position, table in enumerate(tables):
         if table.keys() == first.keys():
             continue
         if isinstance(rows[position], Mapping):
-            has, first_has = f"the keys {list(table)}", f"{list(first)}"
+            has = f"the keys {list(table)}"
+            first_has = f"{list(first)}"
         else:
-            has = f"{len(table)} item{'' if len(table) == 1 else 's'}"
+            has = spell_count(len(table), "item")
             first_has = f"{len(first)}"
         refuse(f"{noun} {position} has {has}, {noun} 0 has {first_has}")
-    return {key: tuple(table[key] for table in tables) for key in first}
+    return {key: tuple([table[key] for table in tables]) for key in first}

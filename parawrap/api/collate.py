@@ -27,7 +27,7 @@ from parawrap.tree import flatten, unflatten
 
 P = ParamSpec("P")
 
-# The batches of a DataLoader have at most two lengths: 64 are enough for many loaders
+# The batches of a DataLoader have at most two lengths: 64 entries are enough for many loaders
 _sizes = functools.lru_cache(maxsize=64)(balanced_sizes)
 
 
@@ -53,7 +53,8 @@ def tp_collate(ndevices: int) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
     whole, and a dict also as ``model(**batch)``. A tuple is passed as ``model(*batch)``.
 
     The samples are the first positional argument. Methods may be decorated. A decorated function
-    pickles if the undecorated one does, so it works in DataLoader workers with every start method.
+    can be pickled if the function itself can, so it works in DataLoader workers with every start
+    method.
 
     Args:
         ndevices: The number of devices.
@@ -103,13 +104,13 @@ def default_collate(ndevices: int) -> Callable[[Sequence[Any]], Any]:
 class _DefaultCollate:
     """Collates the whole batch, then cuts it. Stateless and thread-safe.
 
-    It collates part by part if a cut of the whole batch could differ. The user may have registered
-    a collate function for a type, with results that do not have one row per sample. Or the samples
-    have different shapes, which may be equal within each part.
+    It collates part by part in two cases. The user has registered a collate function for a type:
+    its results may not have one row per sample. Or the samples have different shapes, which may be
+    equal within each part.
     """
 
     def __init__(self, ndevices: int) -> None:
-        from torch.utils.data._utils import collate  # `import parawrap` needs none
+        from torch.utils.data._utils import collate  # here, for a fast `import parawrap`
 
         self._ndevices = ndevices
         self._whole: Callable[[Sequence[Any]], Any] = collate.default_collate
@@ -121,12 +122,14 @@ class _DefaultCollate:
         )
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        # At each call: the user may register a function later
+        # Compared at each call: the user may register a function later
         if tuple(self._registered.values()) == self._of_torch:
             try:
                 batch = self._whole(samples)
             except RuntimeError:
-                pass  # samples of unequal shapes, which may be equal within each part
+                # The samples have unequal shapes. If they differ within a part too, the collation
+                # of the parts raises this error again
+                pass
             else:
                 return _cut_batch(batch, _sizes(len(samples), self._ndevices))
         return _collate_in_parts(self._ndevices, self._whole, samples)
@@ -139,9 +142,11 @@ class _DefaultCollate:
 
 
 def _cut_batch(batch: Any, sizes: tuple[int, ...]) -> Any:
-    if isinstance(batch, torch.Tensor) or _is_strings(batch) or not is_container(batch):
+    """Cut a batch of torch's `default_collate` into parts, in the format of `tp_collate`."""
+    has_items = is_container(batch) and not _is_strings(batch)
+    if not has_items:
         return _cut_rows(batch, sizes)
-    if type(batch) is list:  # fast path: torch collates tuples into a list
+    if type(batch) is list:  # torch collates tuples into a list: the usual case is fast
         return tuple([_cut_rows(item, sizes) for item in batch])
     items = {key: _cut_rows(item, sizes) for key, item in items_of(batch).items()}
     return rebuild(plain_tuple(batch), items)
@@ -150,23 +155,27 @@ def _cut_batch(batch: Any, sizes: tuple[int, ...]) -> Any:
 def _cut_rows(value: Any, sizes: tuple[int, ...]) -> Parts:
     """Cut a nested value into parts.
 
-    Its leaves, tensors and sequences of strings, have one row per sample.
+    Its leaves are tensors and sequences of strings, with one row per sample.
     """
     if isinstance(value, torch.Tensor):
         return Parts(value.split_with_sizes(sizes))
     leaves, spec = flatten(value, _is_strings)
-    cut: list[Sequence[Any]] = []
+    slices_of_leaves: list[Sequence[Any]] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            cut.append(leaf.split_with_sizes(sizes))
+            slices_of_leaves.append(leaf.split_with_sizes(sizes))
         else:
-            cut.append(_slice(leaf, sizes))
-    # By index: a value without leaves, such as {}, has its parts too
-    return Parts(unflatten(spec, [pieces[i] for pieces in cut]) for i in range(len(sizes)))
+            slices_of_leaves.append(_slice(leaf, sizes))
+    parts = []
+    # Not by `zip`: a value without leaves, such as {}, has parts too
+    for index in range(len(sizes)):
+        leaves_of_part = [slices[index] for slices in slices_of_leaves]
+        parts.append(unflatten(spec, leaves_of_part))
+    return Parts(parts)
 
 
 def _is_strings(value: Any) -> bool:
-    """True for a sequence of strings, one per sample. The first item decides."""
+    """True for a sequence of strings, one per sample. Only the first item is read."""
     if not isinstance(value, (list, tuple)) or len(value) == 0:
         return False
     return isinstance(value[0], (str, bytes))
@@ -179,9 +188,10 @@ class _TupleCollate(Decorated):
         return _collate_in_parts(self._setting, self.__wrapped__, samples, *args, **kwargs)
 
 
-def _check_ndevices(ndevices: object, caller: str) -> None:
-    if not isinstance(ndevices, int) or isinstance(ndevices, bool) or ndevices < 1:
-        # Shortened: collate_fn=default_collate, without (2), passes a whole batch
+def _check_ndevices(ndevices: Any, caller: str) -> None:
+    is_integer = isinstance(ndevices, int) and not isinstance(ndevices, bool)
+    if not is_integer or ndevices < 1:
+        # Shortened: collate_fn=default_collate, without (2), passes a whole batch as `ndevices`
         value = reprlib.repr(ndevices)
         msg = (
             f"ndevices={value} is not a number of devices. Give {caller} an int of at least 1, "
@@ -193,18 +203,20 @@ def _check_ndevices(ndevices: object, caller: str) -> None:
 def _collate_in_parts(
     ndevices: int, collate: Callable[..., Any], samples: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    """Cut the samples, collate each part, and transpose the results, as `tp_collate` says."""
     if isinstance(samples, Mapping) or not hasattr(samples, "__len__"):
         msg = f"tp_collate cannot cut a {type(samples).__qualname__}. Give it a list: list(samples)"
         raise ShardError(msg)
     cuts = _slice(samples, _sizes(len(samples), ndevices))
-    parts = tuple(collate(cut, *args, **kwargs) for cut in cuts)
+    parts = [collate(cut, *args, **kwargs) for cut in cuts]
     check_kinds(parts, "part", _refuse_parts)
-    returns_samples = parts[0] is cuts[0]  # as for strings
-    if returns_samples or not is_container(parts[0]):
+    first = parts[0]
+    # A function may return its list of samples, such as strings, as one value
+    if first is cuts[0] or not is_container(first):
         return Parts(parts)
     columns = collect_columns(parts, "part", _refuse_parts)
     items = {key: Parts(column) for key, column in columns.items()}
-    return rebuild(plain_tuple(parts[0]), items)
+    return rebuild(plain_tuple(first), items)
 
 
 def _refuse_parts(reason: str) -> NoReturn:
@@ -216,5 +228,6 @@ def _refuse_parts(reason: str) -> NoReturn:
 
 
 def _slice(sequence: Any, sizes: tuple[int, ...]) -> list[Any]:
+    """Cut a sequence into slices of these sizes."""
     ends = itertools.accumulate(sizes)
     return [sequence[end - size : end] for end, size in zip(ends, sizes, strict=True)]

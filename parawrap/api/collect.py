@@ -17,9 +17,9 @@ from parawrap.tree import replace_nodes
 def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
     """Return a module that returns the outputs of layers of `model`, in the order of the rows.
 
-    In a parallel block, a hook that stores outputs in a dictionary of the caller keeps those of one
-    lane. The module that `collect` returns registers its hooks for each call and returns copies of
-    the outputs, so that the block joins them.
+    In a parallel block, a hook that stores outputs in a dictionary of the caller keeps the outputs
+    of one lane only. The module that `collect` returns registers its hooks for each call and
+    returns copies of the outputs, so that the block joins them.
 
     Args:
         model: The model. It keeps its parameters and hooks.
@@ -30,7 +30,7 @@ def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
         A module with the arguments of `model`. It returns a dict from names to outputs.
 
     Raises:
-        ShardError: If the model has no submodule of a name.
+        ShardError: If `layers` is a single text, or the model has no submodule of a name.
         GatherError: At the call, if a layer does not run, or runs more than once.
 
     Example:
@@ -46,7 +46,7 @@ def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
     if isinstance(layers, str):
         msg = f"layers={layers!r} is one name. Give a sequence of names: [{layers!r}]"
         raise ShardError(msg)
-    # A layer that is used under two names has both
+    # With duplicates, because a layer that is used under two names may be given by each
     known = dict(model.named_modules(remove_duplicate=False))
     for name in layers:
         if name not in known:
@@ -59,19 +59,24 @@ def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
 
 
 class _Collected(torch.nn.Module):
+    """A module that runs the model, and returns outputs of its layers.
+
+    Outside of a block, one thread calls it at a time: a hook sees the calls of all threads.
+    """
+
     def __init__(self, model: torch.nn.Module, layers: Sequence[str]) -> None:
         super().__init__()
         self.model = model
         self.layers = tuple(layers)
-        self.training = model.training  # not train(), which would set the layers too
+        self.training = model.training  # `train()` would set the flags of all layers too
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        outputs: dict[str, list[Any]] = {name: [] for name in self.layers}
+        outputs: dict[str, list[Any]] = {name: [] for name in self.layers}  # by run of the layer
         hooks = []
         try:
             for name, kept in outputs.items():
                 layer = self.model.get_submodule(name)
-                hooks.append(layer.register_forward_hook(partial(_keep, kept)))
+                hooks.append(layer.register_forward_hook(partial(_keep_copy, kept)))
             self.model(*args, **kwargs)
         finally:  # also after Ctrl-C between two hooks
             for hook in hooks:
@@ -86,6 +91,7 @@ class _Collected(torch.nn.Module):
         return {name: output for name, (output,) in outputs.items()}
 
 
-def _keep(outputs: list[Any], _module: torch.nn.Module, _args: Any, output: Any) -> None:
+def _keep_copy(outputs: list[Any], _module: torch.nn.Module, _args: Any, output: Any) -> None:
     """Keep a copy of an output: a later layer may write it in place, as ReLU(inplace=True) does."""
-    outputs.append(replace_nodes(output, lambda node: isinstance(node, torch.Tensor), torch.clone))
+    copied = replace_nodes(output, lambda node: isinstance(node, torch.Tensor), torch.clone)
+    outputs.append(copied)

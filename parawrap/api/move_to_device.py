@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -19,8 +20,8 @@ def recursive_to(val: Any, device: Any, **kwargs: Any) -> Any:
     """Move a nested value to a device with ``.to(device, **kwargs)``.
 
     The function recurses into lists, tuples, namedtuples, and mappings, and returns new containers.
-    A value with a ``.to`` method is moved by that method, even if it is a container, such as a
-    PackedSequence. Other values are returned unchanged.
+    A value with a ``.to`` method is moved by that method, even if the value is a container, such as
+    a PackedSequence. Other values are returned unchanged.
 
     Args:
         val: The value.
@@ -57,7 +58,8 @@ def recursive_cuda(val: Any, device: Any = None, **kwargs: Any) -> Any:
     if device is None and torch.cuda.is_available():
         device = torch.cuda.current_device()
     methods: dict[str, tuple[Any, ...]] = {"cuda": (device,), "to": (device,)}
-    if device is None:  # without CUDA, the methods raise the error that the user needs
+    # Without CUDA, each method is called with its defaults, and raises torch's own error
+    if device is None:
         methods = {"cuda": (), "to": ("cuda",)}
     return _call_on_leaves(val, methods, kwargs)
 
@@ -96,24 +98,25 @@ class Batch:
 
     def to(self, device: Any, **kwargs: Any) -> Self:
         """Move every attribute with `recursive_to`, and return self."""
-        return _replace_attrs(self, lambda value: recursive_to(value, device, **kwargs))
+        return _replace_attrs(self, partial(recursive_to, device=device, **kwargs))
 
     def pin_memory(self) -> Self:
         """Pin every attribute, and every nested value, that has a ``.pin_memory`` method.
 
         Return self.
         """
-        return _replace_attrs(self, lambda value: _call_on_leaves(value, {"pin_memory": ()}, {}))
+        pin = partial(_call_on_leaves, methods={"pin_memory": ()}, kwargs={})
+        return _replace_attrs(self, pin)
 
 
 def on_lane(value: Any, device: torch.device) -> Any:
     """Move a nested value to the device of a lane, like `recursive_to`.
 
-    Copies to the CPU block until they are complete. Classes that torch and parawrap do not define
-    need no option of ``.to``.
+    A copy to the CPU blocks until it is complete. Other copies are queued on the device.
     """
-    # A queued copy to the CPU would let the host read it too early
+    # The host might read a queued copy to the CPU too early
     options = {} if device.type == "cpu" else {"non_blocking": True}
+    # The `.to` of other classes may not have the option
     takers = (torch.Tensor, PackedSequence, Batch)
     return _call_on_leaves(value, {"to": (device,)}, options, takers)
 
@@ -124,20 +127,23 @@ def _call_on_leaves(
     kwargs: Mapping[str, Any],
     takers: type | tuple[type, ...] = object,
 ) -> Any:
-    """Replace each leaf by the result of its first method in `methods`.
+    """Replace each node that has one of several methods by the result of the method.
 
     Args:
         value: The nested value.
-        methods: The arguments of each method by its name.
+        methods: The arguments of each method by its name. The first one that a node has is called.
         kwargs: Options of the methods.
-        takers: The classes with methods that take the options.
+        takers: The classes with methods that take the options. Other methods are called without.
+
+    Raises:
+        TypeError: If a method returns None.
     """
 
-    def moves(node: Any) -> bool:
-        return any(_has_method(node, name) for name in methods)
+    def methods_of(node: Any) -> list[str]:
+        return [name for name in methods if _has_method(node, name)]
 
     def call(leaf: Any) -> Any:
-        name = next(name for name in methods if _has_method(leaf, name))
+        name, *_ = methods_of(leaf)
         options = kwargs if isinstance(leaf, takers) else {}
         moved = getattr(leaf, name)(*methods[name], **options)
         if moved is None:
@@ -149,7 +155,7 @@ def _call_on_leaves(
             raise TypeError(msg)
         return moved
 
-    return replace_nodes(value, moves, call)
+    return replace_nodes(value, lambda node: bool(methods_of(node)), call)
 
 
 def _has_method(value: Any, name: str) -> bool:
@@ -158,7 +164,8 @@ def _has_method(value: Any, name: str) -> bool:
 
 
 def _replace_attrs(obj: T, replacement: Callable[[Any], Any]) -> T:
-    # All of them before the first one is set: an error then leaves the object as it was
+    """Replace each attribute in place, and return the object."""
+    # All values are made before the first one is set: an error then leaves the object as it was
     replaced = {name: replacement(value) for name, value in _attrs(obj).items()}
     for name, value in replaced.items():
         setattr(obj, name, value)
@@ -167,9 +174,9 @@ def _replace_attrs(obj: T, replacement: Callable[[Any], Any]) -> T:
 
 def _attrs(obj: object) -> dict[str, Any]:
     """Return the attributes in the __dict__ and in the __slots__ of an object."""
-    state: Any = object.__getstate__(obj)
+    state: Any = object.__getstate__(obj)  # Python's default: also if the class has its own
     if not isinstance(state, tuple):  # the __dict__ alone, or None without attributes
-        # A copy: a method of an attribute that is moved may set others
+        # A copy, because the caller iterates it while methods of the values may set attributes
         return dict(state or {})
     in_dict, in_slots = state
     return {**(in_dict or {}), **in_slots}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Self, TypeVar, overload
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar, overload
 
 import optree
 import torch
@@ -23,19 +23,23 @@ from parawrap.api._containers import (
 )
 from parawrap.api.data_parallel import DataParallel
 from parawrap.api.move_to_device import on_lane, recursive_to
-from parawrap.api.tuples import cat, cat_rows, tensors_beside_lists
+from parawrap.api.tuples import cat, cat_rows, rows_of_parts
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
 from parawrap.engine.call import Calls, Entry
 from parawrap.engine.cut import Cutter
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lanes import here
 from parawrap.errors import GatherError, ShardError
-from parawrap.tree import address, tensors_in
+from parawrap.tree import address
 
 T = TypeVar("T", bound=torch.nn.Module)
 
-# The args and the kwargs of one part
-_Part = tuple[tuple[Any, ...], dict[str, Any]]
+
+class _PartOfCall(NamedTuple):
+    """The arguments of a call on one device: part i of each argument."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 @public
@@ -116,13 +120,14 @@ class TupleParallel(DataParallel[T]):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
     ) -> Any:
         """Return the args and the kwargs of each lane: part i of every argument goes to lane i."""
-        most = len(self._lanes) or None  # without lanes, any number of parts runs in turn
+        # Without lanes, any number of parts runs in turn
+        most = len(self._lanes) if self._lanes else None
         parts = _split_arguments(inputs, kwargs or {}, most)
         if not inputs and not kwargs:
-            parts *= self.ndevices  # of the one part without arguments
+            parts *= self.ndevices  # a call without arguments runs once per device
         if self.transfer_input and self._lanes:
-            parts = _on_lanes(parts, self._lanes)
-        return tuple(args for args, _ in parts), tuple(named for _, named in parts)
+            parts = _move_to_lanes(parts, self._lanes)
+        return tuple(part.args for part in parts), tuple(part.kwargs for part in parts)
 
     @property
     def ndevices(self) -> int:
@@ -151,9 +156,11 @@ class TupleParallel(DataParallel[T]):
             output_device = self.output_device if self._lanes else None
             if self.reduction is not cat:
                 return self.gather(outputs, output_device)
-            # `cat` alone does not know the arguments, which show how many rows each part has
+            # `cat` by itself does not know the arguments, which show the rows of each part
             together = self._move_and_transpose(outputs, output_device)
-            return cat_rows(together, 0, _possible_rows(args, module_kwargs))
+            pairs = zip(args, module_kwargs, strict=True)
+            values = [(*positional, *named.values()) for positional, named in pairs]
+            return cat_rows(together, 0, rows_of_parts(values, 0, reads_lists=True))
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Return the outputs as a tuple. Move, transpose, and reduce them as configured."""
@@ -161,13 +168,14 @@ class TupleParallel(DataParallel[T]):
         return together if self.reduction is None else self.reduction(together)
 
     def _move_and_transpose(self, outputs: Sequence[Any], output_device: Any) -> Any:
+        """Return the outputs before their reduction."""
         if self.transfer_output and self._lanes:
             outputs = recursive_to(list(outputs), output_device)
         return _transpose_outputs(outputs)
 
     def _run_parts(self, args: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
         """Return the output of each part, in lanes if this call may use them."""
-        # In this order: without lanes there is no session, and a lane does not wait for other lanes
+        # In this order: without lanes there is no session. A lane must not wait for other lanes
         if not self._lanes or here.lane is not None or not self._session().is_ready():
             return [self.module(*part, **named) for part, named in zip(args, kwargs, strict=True)]
         self._check_placement()
@@ -215,7 +223,7 @@ def tuple_fn(fn: Any = None, *, parallel: bool = False, devices: Devices = None)
     if not callable(fn):
         msg = f"tuple_fn cannot decorate {fn!r}, which is not callable. Give it a function"
         raise ShardError(msg)
-    run: Callable[..., Any] = _InLanes(devices) if parallel else _in_turn
+    run: Callable[..., Any] = _InLanes(devices) if parallel else _run_in_turn
 
     def call(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         return run(wrapped, args, kwargs)
@@ -223,43 +231,47 @@ def tuple_fn(fn: Any = None, *, parallel: bool = False, devices: Devices = None)
     return wrapt.FunctionWrapper(fn, call)
 
 
-def _in_turn(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_in_turn(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a function once per part, one after another, and return the transposed outputs."""
     parts = _split_arguments(args, kwargs, None)
-    return _transpose_outputs([function(*part, **named) for part, named in parts])
+    return _transpose_outputs([function(*part.args, **part.kwargs) for part in parts])
 
 
 class _InLanes:
-    """Runs the parts of a function's calls in lanes. Each has a copy of the function's state.
+    """Runs the parts of a function's calls in lanes. Each lane has a copy of the function's state.
 
-    The lanes start at the first call and end with the function.
+    The lanes start at the first call, and end when the function is deleted. Thread-safe.
     """
 
     def __init__(self, devices: Devices) -> None:
         self._on_cpu = devices is None and best_backend().type == "cpu"
         self._lanes = () if self._on_cpu else resolve_devices(devices)
         self._calls: Calls | None = None
-        # Of `_calls`: threads that need other lanes at the same time start them once
+        # Protects `_calls`: threads that need other lanes at the same time start them once
         self._changing = threading.Lock()
 
     def __call__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        # On the CPU, each part gets a lane
-        parts = _split_arguments(args, kwargs, None if self._on_cpu else len(self._lanes))
+        # On the CPU, each part gets a lane, and any number of parts may run
+        most = None if self._on_cpu else len(self._lanes)
+        parts = _split_arguments(args, kwargs, most)
         calls = self._calls_for(function, len(parts)) if parts else None
         if calls is None or not calls.is_ready():
-            return _in_turn(function, args, kwargs)
+            return _run_in_turn(function, args, kwargs)
         if not self._on_cpu:
-            parts = _on_lanes(parts, self._lanes)
-        positional = [part for part, _ in parts]
-        named = [part_kwargs for _, part_kwargs in parts]
+            parts = _move_to_lanes(parts, self._lanes)
+        positional = [part.args for part in parts]
+        named = [part.kwargs for part in parts]
         return _transpose_outputs(calls.apply_replicas(Entry(function), positional, named))
 
     def _calls_for(self, function: Callable[..., Any], parts: int) -> Calls:
-        """Return the lanes for a number of parts."""
+        """Return lanes for a number of parts; start them if there are fewer."""
         with self._changing:
             calls = self._calls
-            # The target is another one if a method is called on another object
+            # A decorated method has another target for each object that it is called on
             if calls is None or calls.lanes.count < parts or calls.target != function:
                 devices = best_backend().first(parts) if self._on_cpu else self._lanes
                 cutters: dict[str | None, Cutter] = {None: Cutter()}
@@ -267,22 +279,25 @@ class _InLanes:
             return calls
 
 
-def _on_lanes(parts: Sequence[_Part], devices: Sequence[torch.device]) -> list[_Part]:
-    """Move each part to its lane's device. There may be fewer parts than lanes."""
+def _move_to_lanes(
+    parts: Sequence[_PartOfCall], devices: Sequence[torch.device]
+) -> list[_PartOfCall]:
+    """Return each part on the device of its lane. There may be fewer parts than lanes."""
     return [on_lane(part, device) for part, device in zip(parts, devices, strict=False)]
 
 
 def _split_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], lanes: int | None
-) -> list[_Part]:
-    """Return the args and kwargs of each part, at most one per lane.
+) -> list[_PartOfCall]:
+    """Return the arguments of each part, at most one part per lane.
 
     A call without arguments has one part. `lanes` is None if any number of parts may run.
     """
+    # By place, for messages
     arguments = {f"args[{position}]": value for position, value in enumerate(args)}
     for name, value in kwargs.items():
         arguments[address("kwargs", [name])] = value
-    count = _part_count(arguments) if arguments else 1
+    count = _count_parts(arguments) if arguments else 1
     if lanes is not None and count > lanes:
         msg = (
             f"there are {count} parts for {lanes} devices. Cut into at most {lanes} parts, as "
@@ -292,33 +307,35 @@ def _split_arguments(
         raise ShardError(msg)
     parts = []
     for index in range(count):
-        part = tuple([_take_part(value, index) for value in args])
+        positional = tuple([_take_part(value, index) for value in args])
         named = {name: _take_part(value, index) for name, value in kwargs.items()}
-        parts.append((part, named))
+        parts.append(_PartOfCall(positional, named))
     return parts
 
 
-def _part_count(arguments: dict[str, Any]) -> int:
-    """Return the number of parts in the arguments, given by their places."""
+def _count_parts(arguments: dict[str, Any]) -> int:
+    """Return the number of parts, which is the same in all arguments. They are given by place."""
     counts: dict[str, int] = {}
     for name, value in arguments.items():
         for place, parts in _tuples_of_parts(value, name):
             counts[place] = len(parts)
     if not counts:
-        place, value = next(iter(arguments.items()))
-        kind = type(value).__qualname__
+        # No argument has parts, so each is an empty dict, for example
+        place, *_ = arguments
+        kind = type(arguments[place]).__qualname__
         msg = (
             f"{place} is an empty {kind}, so the number of parts is unknown. Give a tuple with one "
             f"{kind} per device"
         )
         raise ShardError(msg)
-    if len(set(counts.values())) > 1:
+    number, *others = set(counts.values())
+    if others:
         msg = (
             f"the arguments have different numbers of parts: {counts}. Give each argument one part "
             "per device"
         )
         raise ShardError(msg)
-    return next(iter(counts.values()))
+    return number
 
 
 def _tuples_of_parts(
@@ -326,15 +343,21 @@ def _tuples_of_parts(
 ) -> Iterator[tuple[str, Sequence[Any]]]:
     """Yield each tuple or list of parts in an argument, with its place.
 
-    `around` is the kind of container it is in.
+    Args:
+        value: The argument, or a value inside it.
+        place: The place of the value, for messages.
+        around: The class of the container that holds the value; "" for an argument itself.
+
+    Raises:
+        ShardError: If the value has no parts.
     """
     if _has_fields(value):
         for key, item in items_of(value).items():
             yield from _tuples_of_parts(item, address(place, [key]), type(value).__qualname__)
         return
     # The result of torch.max(x, 0) is a tuple of fields, not of parts
-    holds_parts = is_container(value) and not optree.is_structseq_instance(value)
-    if not holds_parts:
+    has_parts = is_container(value) and not optree.is_structseq_instance(value)
+    if not has_parts:
         kind = type(value).__qualname__
         msg = f"{place} is a {kind}. Give a tuple or list with one part per device"
         if around:
@@ -361,44 +384,22 @@ def _take_part(value: Any, index: int) -> Any:
 
 
 def _has_fields(value: Any) -> bool:
-    """True for mappings and namedtuples: they hold parts in their values.
+    """True for mappings and namedtuples, whose values hold the parts.
 
-    A tuple or list is one part per device.
+    False for a tuple or list, whose items are the parts.
     """
     return is_container(value) and container_kind(value) is not tuple
 
 
 def _transpose_outputs(outputs: Sequence[Any]) -> Any:
     """Return the outputs as a tuple, transposed if they are tuples or lists of tensors."""
-    are_sequences = all(
-        is_container(output) and not isinstance(output, Mapping) for output in outputs
-    )
-    if outputs and are_sequences and not all(map(is_list_per_row, outputs)):
-        return transpose_rows(outputs, "output", _refuse_outputs)
-    return tuple(outputs)
-
-
-def _possible_rows(args: Sequence[Any], kwargs: Sequence[Any]) -> list[set[int]] | None:
-    """Return the possible row counts of each part.
-
-    They are the sizes of its tensors on dim 0, except of tensors in lists.
-
-    Lists alone may have one item per row or the rows in each item, so both counts are possible.
-    Return None if the tensors of a part differ in size.
-    """
-    found = []
-    for part, named in zip(args, kwargs, strict=True):
-        values = (*part, *named.values())
-        sizes = {tensor.shape[0] for tensor in tensors_beside_lists(values) if tensor.ndim}
-        lengths: set[int] = set()
-        if not sizes:  # nothing but lists
-            sizes = {tensor.shape[0] for tensor in tensors_in(values) if tensor.ndim}
-            lengths = {len(value) for value in values if type(value) is list}
-        possible = sizes | lengths
-        if len(sizes) > 1 or not possible:  # the tensors disagree, or nothing has rows
-            return None
-        found.append(possible)
-    return found
+    for output in outputs:
+        if isinstance(output, Mapping) or not is_container(output):
+            return tuple(outputs)
+    # Lists with one item per row are outputs themselves
+    if all(map(is_list_per_row, outputs)):
+        return tuple(outputs)
+    return transpose_rows(outputs, "output", _refuse_outputs)
 
 
 def _refuse_outputs(reason: str) -> NoReturn:
@@ -410,7 +411,7 @@ def _refuse_outputs(reason: str) -> NoReturn:
 
 
 def _check_options(net: TupleParallel[Any], output_device: object, dim: int) -> None:
-    """Refuse options that have no effect, or values that they do not take."""
+    """Refuse options that have no effect, and values of a wrong kind."""
     for name in ("transfer_output", "transfer_input"):
         value = getattr(net, name)
         if not isinstance(value, bool):

@@ -6,6 +6,7 @@ The public names are those of the library tuple_parallel, the predecessor of the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 import optree
@@ -51,10 +52,10 @@ def cat(returns: Any, dim: int = 0) -> Any:
     A namedtuple of parts joins like a dict of parts, and nested containers follow the same rules.
     Tuples are joined item by item. Lists are joined item by item if all their tensors have the rows
     of their part, as the levels of a feature pyramid or the auxiliary outputs of DETR. Other lists
-    have one item per row, such as the texts or the boxes of each image: they are put together. The
-    rows of a part are those of the arguments of `TupleParallel`, or of the tensors beside the
-    lists. Each joined tensor is on the device of its first part. None stays None. Other values are
-    not joined: the result holds the tuple of their parts.
+    have one item per row, such as the texts or the boxes of each image, and are concatenated. The
+    arguments of `TupleParallel` show the rows of a part; without them, the tensors next to the
+    lists do. Each joined tensor is on the device of its first part. None stays None. Other values
+    are not joined: the result holds the tuple of their parts.
 
     Args:
         returns: The parts.
@@ -62,7 +63,8 @@ def cat(returns: Any, dim: int = 0) -> Any:
 
     Raises:
         GatherError: If the parts differ in structure, if the shapes of tensors differ beyond
-            ``dim``, or if lists may have one item per row or the rows in each item.
+            ``dim``, or if nothing shows whether a list has one item per row or all rows in each
+            item.
 
     >>> rows = torch.zeros(3, 4), torch.zeros(2, 4)
     >>> losses = torch.tensor(1.0), torch.tensor(2.0)
@@ -75,10 +77,10 @@ def cat(returns: Any, dim: int = 0) -> Any:
 def cat_rows(returns: Any, dim: int, rows: Sequence[set[int]] | None) -> Any:
     """Join parts like `cat`.
 
-    `rows` has the possible row counts of each part; None if they are unknown.
+    `rows` has the possible row counts of each part; None if the arguments do not show them.
     """
     parts = _parts_of(plain_tuple(returns)) if _is_transposed(returns) else tuple(returns)
-    rows = rows or _rows_of_parts(parts, dim)
+    rows = rows or rows_of_parts(parts, dim, reads_lists=False)
     return _PartJoin(dim, rows).join(parts, "output")
 
 
@@ -90,6 +92,9 @@ def transpose(rows: Iterable[Any]) -> Any:
     - Namedtuples of one class give a namedtuple of tuples.
     - Dicts give a dict of tuples. Other mappings keep their type.
     - No rows give an empty tuple.
+
+    Args:
+        rows: The rows. Their items may be any values.
 
     Raises:
         ShardError: If rows differ in length, keys, or kind. The message names both rows.
@@ -121,7 +126,7 @@ def _is_transposed(returns: Any) -> bool:
         return True
     if len(returns) == 0 or container_kind(returns[0]) is not tuple:
         return False
-    # Lists with one item per row are parts, each of them whole
+    # A list with one item per row is a part itself, and does not hold parts
     return not all(map(is_list_per_row, returns))
 
 
@@ -147,22 +152,37 @@ def _parts_of(returns: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _rows_of_parts(parts: Sequence[Any], dim: int) -> list[set[int]] | None:
-    """Return the rows of each part by its tensors outside of lists.
+def rows_of_parts(parts: Sequence[Any], dim: int, *, reads_lists: bool) -> list[set[int]] | None:
+    """Return the possible row counts of each part; None if a part does not show any.
 
-    None if a part has none, or if they differ.
+    The tensors outside of lists have the rows on `dim`. If their sizes differ, they show nothing.
+
+    Args:
+        parts: The parts. With `reads_lists`, each is a tuple of values.
+        dim: The dim that the rows lie on.
+        reads_lists: Read the lists of a part without such tensors. A list may have one item per
+            row, or all rows in each item, so both counts are possible.
     """
     rows = []
     for part in parts:
-        tensors = tensors_beside_lists(part)
-        sizes = {tensor.shape[dim] for tensor in tensors if _has_dim(tensor, dim)}
-        if len(sizes) != 1:
+        sizes = _sizes_on(dim, _tensors_beside_lists(part))
+        lengths: set[int] = set()
+        if reads_lists and not sizes:
+            sizes = _sizes_on(dim, tensors_in(part))
+            lengths = {len(value) for value in part if type(value) is list}
+        possible = sizes | lengths
+        if len(sizes) > 1 or not possible:
             return None
-        rows.append(sizes)
+        rows.append(possible)
     return rows
 
 
-def tensors_beside_lists(value: Any) -> list[torch.Tensor]:
+def _sizes_on(dim: int, tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Return the sizes of the tensors that have the dim."""
+    return {tensor.shape[dim] for tensor in tensors if _has_dim(tensor, dim)}
+
+
+def _tensors_beside_lists(value: Any) -> list[torch.Tensor]:
     """Return the tensors in tuples and mappings, but not in lists."""
     leaves, _ = flatten(value, lambda node: type(node) is list or not is_container(node))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -173,7 +193,7 @@ def _has_dim(tensor: torch.Tensor, dim: int) -> bool:
 
 
 class _PartJoin:
-    """Joins parts along a dim.
+    """Joins parts along a dim. Never changed, so it is thread-safe.
 
     `rows` has the possible row counts of each part; None if they are unknown.
     """
@@ -183,9 +203,16 @@ class _PartJoin:
         self._rows = rows
 
     def join(
-        self, parts: tuple[Any, ...], place: str, beside: Mapping[Any, Any] | None = None
+        self, parts: tuple[Any, ...], place: str, siblings: Mapping[Any, Any] | None = None
     ) -> Any:
-        """Join parts. `beside` holds the first parts of the values in the same dict, by key."""
+        """Join the parts of one value.
+
+        Args:
+            parts: The parts of the value.
+            place: The place of the value in the output, for messages.
+            siblings: The first part of each value in the same container, by key. None for an output
+                itself, and for an item of a list.
+        """
 
         def refuse(reason: str) -> NoReturn:
             msg = f"cannot join {place}: {reason}. Return the same structure on every device"
@@ -200,9 +227,9 @@ class _PartJoin:
             return None
         if isinstance(first, torch.Tensor):
             return _join_tensors(parts, self._dim, place)
-        # Not tuples, whose items are outputs of their own in any case
+        # Lists may have one item per row. The items of tuples are always outputs of their own
         if all(type(part) is list for part in parts):
-            return self._join_lists(parts, place, beside or {})
+            return self._join_lists(parts, place, siblings or {})
         if is_container(first):
             firsts = items_of(first)
             joined = {}
@@ -212,39 +239,37 @@ class _PartJoin:
         return parts  # such as numbers: nothing shows how to join them
 
     def _join_lists(
-        self, parts: tuple[list[Any], ...], place: str, beside: Mapping[Any, Any]
+        self, parts: tuple[list[Any], ...], place: str, siblings: Mapping[Any, Any]
     ) -> list[Any]:
-        if self._has_rows_in_items(parts, place, beside):
+        if self._has_rows_in_items(parts, place, siblings):
             columns = enumerate(zip(*parts, strict=True))
             return [self.join(column, f"{place}[{index}]") for index, column in columns]
-        items = [item for part in parts for item in part]
-        first = next(iter(tensors_in(parts)), None)
-        return items if first is None else [recursive_to(item, first.device) for item in items]
+        items = list(chain.from_iterable(parts))
+        tensors = list(tensors_in(parts))
+        if not tensors:
+            return items
+        device = tensors[0].device
+        return [recursive_to(item, device) for item in items]
 
     def _has_rows_in_items(
-        self, parts: tuple[list[Any], ...], place: str, beside: Mapping[Any, Any]
+        self, parts: tuple[list[Any], ...], place: str, siblings: Mapping[Any, Any]
     ) -> bool:
         """True if each item of the lists has all rows; False if there is one item per row.
 
         The part of two images may be ``[level_0, level_1]`` of a feature pyramid, with two rows in
         each item, or ``[boxes_of_image_0, boxes_of_image_1]``.
+
+        Raises:
+            GatherError: If both are possible.
         """
         counts = self._row_counts(parts)
-        if counts is None:
+        if counts is None or not self._may_be_rows(counts):
             return False
-        if self._rows is not None:
-            known = zip(counts, self._rows, strict=True)
-            if not all(count in possible for count, possible in known):
-                return False
         # Auxiliary outputs, as of DETR, repeat the keys and shapes next to their list
-        if are_auxiliary(parts[0], beside):
+        if are_auxiliary(parts[0], siblings):
             return True
-        # Both readings are possible if a list has as many items as its part has rows
-        is_ambiguous = True
-        if self._rows is not None:
-            lengths = zip(map(len, parts), self._rows, strict=True)
-            is_ambiguous = all(length in possible for length, possible in lengths)
-        if is_ambiguous:
+        # Both are possible if each list also has as many items as its part has rows
+        if self._may_be_rows([len(part) for part in parts]):
             msg = (
                 f"cannot join {place}: its parts are lists of {len(parts[0])} items, whose "
                 f"tensors have {', '.join(map(str, counts))} rows: one item per row, or all rows "
@@ -254,27 +279,35 @@ class _PartJoin:
             raise GatherError(msg)
         return True
 
-    def _row_counts(self, parts: tuple[list[Any], ...]) -> list[int] | None:
-        """Return the size of all tensors of each part on the dim of rows.
+    def _may_be_rows(self, counts: list[int]) -> bool:
+        """True if each number may be the row count of its part, as far as row counts are known."""
+        if self._rows is None:
+            return True
+        return all(count in possible for count, possible in zip(counts, self._rows, strict=True))
 
-        None if a part has no tensor, if the tensors of a part differ, or if the parts have
-        different numbers of items.
+    def _row_counts(self, parts: tuple[list[Any], ...]) -> list[int] | None:
+        """Return the size of the tensors of each part on the dim of rows.
+
+        None if a part has no tensor, if its tensors differ in size, or if the parts have different
+        numbers of items.
         """
         if len({len(part) for part in parts}) > 1:
             return None
         counts = []
         for part in parts:
-            tensors = [*tensors_in(part)]
+            tensors = list(tensors_in(part))
             if not all(_has_dim(tensor, self._dim) for tensor in tensors):
                 return None
-            sizes = {tensor.shape[self._dim] for tensor in tensors}
+            sizes = _sizes_on(self._dim, tensors)
             if len(sizes) != 1:
                 return None
-            counts.append(sizes.pop())
+            (size,) = sizes
+            counts.append(size)
         return counts
 
 
 def _join_tensors(parts: tuple[torch.Tensor, ...], dim: int, place: str) -> torch.Tensor:
+    """Concatenate tensors, or stack them if they are 0-d, on the device of the first one."""
     if len({(part.dim(), other_sizes(part.shape, dim)) for part in parts}) > 1:
         msg = (
             f"cannot join {place}: shapes {shapes_of(parts)} differ beyond dim {dim}. Pad them, or "

@@ -19,21 +19,27 @@ class Tuplewise:
 
     A `Tuplewise` is thread-safe, picklable, and copyable if its items are.
 
+    Args:
+        seq: The items. They are read at once, and kept in their order.
+
     >>> Tuplewise([(0, 1), (2, 3), (4, 5)])[0] == [0, 2, 4]
     True
     >>> Tuplewise(["a", "b"]).upper()
     Tuplewise(['A', 'B'])
     """
 
+    # With two underscores, no attribute of an item has this name: Python stores _Tuplewise__seq
     __slots__ = ("__seq",)
     __hash__ = None  # type: ignore[assignment]  # it equals a list, and lists are not hashable
     __seq: tuple[Any, ...]
 
     def __init__(self, seq: Iterable[Any]) -> None:
+        # Not by `setattr`, which `__setattr__` below forwards to the items
         object.__setattr__(self, "_Tuplewise__seq", tuple(seq))
 
     def __getattr__(self, name: str) -> Tuplewise:
-        # copy and pickle look up both, also before __init__ has run
+        # copy and pickle look up special names, also before `__init__` has set the slot. An empty
+        # slot comes here as well, and must not be looked up on items that do not exist
         is_protocol = name.startswith("__") and name.endswith("__")
         if is_protocol or name == "_Tuplewise__seq":
             raise AttributeError(name)
