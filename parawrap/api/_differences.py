@@ -14,7 +14,7 @@ class Difference(NamedTuple):
 
     Attributes:
         absolute: The difference itself.
-        relative: The difference in relation to the largest value of the same output, or to the
+        relative: The difference, divided by the largest value of the same output, or by the
             largest value of all gradients.
         exceeds_rounding: True if a tensor differs by more than rounding explains.
     """
@@ -28,19 +28,20 @@ class Difference(NamedTuple):
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """Return the largest relative difference that rounding explains.
+    """Return the largest relative difference that rounding explains; 0 for integers.
 
-    Half of the digits of a number agree then. Integers must be equal.
+    The square root of the machine epsilon means that half of the digits agree.
     """
-    has_rounding = dtype.is_floating_point or dtype.is_complex
-    return torch.finfo(dtype).eps ** 0.5 if has_rounding else 0.0
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    return math.sqrt(torch.finfo(dtype).eps)
 
 
 def largest_of(tensors: Sequence[torch.Tensor]) -> float:
     """Return the largest finite magnitude in tensors on the CPU, or 0 without one."""
     largest = 0.0
     for tensor in tensors:
-        if tensor.numel():
+        if tensor.numel():  # torch refuses the maximum of no values
             values = _as_double(tensor.to_dense()).abs().nan_to_num(0.0, posinf=0.0)
             largest = max(largest, float(values.max()))
     return largest
@@ -55,22 +56,20 @@ def difference(
     """Return the greatest difference, infinite if shapes, dtypes, or positions of NaNs differ.
 
     Args:
-        ours: Tensors.
-        plain: The tensors to compare them with.
-        largest: The value that differences are in relation to; by default the largest value of the
-            same tensor in `plain`.
+        ours: Tensors, on any device.
+        plain: The tensors of the plain way, to compare them with.
+        largest: The value that differences are divided by; by default the largest value of the same
+            tensor in `plain`.
     """
-    if [*map(_shape_and_dtype, ours)] != [*map(_shape_and_dtype, plain)]:
+    if list(map(_shape_and_dtype, ours)) != list(map(_shape_and_dtype, plain)):
         return Difference(math.inf, math.inf, exceeds_rounding=True)
-    greatest = Difference(0.0, 0.0)
+    absolute, relative, exceeds_rounding = Difference(0.0, 0.0)
     for our_tensor, plain_tensor in zip(ours, plain, strict=True):
         found = _compare_pair(our_tensor, plain_tensor, largest)
-        greatest = Difference(
-            max(greatest.absolute, found.absolute),
-            max(greatest.relative, found.relative),
-            greatest.exceeds_rounding or found.exceeds_rounding,
-        )
-    return greatest
+        absolute = max(absolute, found.absolute)
+        relative = max(relative, found.relative)
+        exceeds_rounding |= found.exceeds_rounding
+    return Difference(absolute, relative, exceeds_rounding)
 
 
 def _shape_and_dtype(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
@@ -81,21 +80,26 @@ def _compare_pair(
     our_tensor: torch.Tensor, plain_tensor: torch.Tensor, largest: float | None
 ) -> Difference:
     """Return the difference of two tensors of one shape and dtype."""
-    ours, plain = our_tensor.cpu().to_dense(), plain_tensor.cpu().to_dense()
-    our_values, plain_values = _as_double(ours), _as_double(plain)
+    ours = our_tensor.cpu().to_dense()
+    plain = plain_tensor.cpu().to_dense()
+    our_values = _as_double(ours)
+    plain_values = _as_double(plain)
     rounding = rounding_of(ours.dtype)
     if rounding == 0:
-        # Large integers that differ may be one number in float64. Their gap is then at least 1
-        is_same, least_gap = ours == plain, 1.0
+        is_same = ours == plain
+        # Large integers that differ may be one number in float64. They differ by at least 1
+        least_gap = 1.0
     else:
         both_nan = our_values.isnan() & plain_values.isnan()
-        is_same, least_gap = (our_values == plain_values) | both_nan, 0.0
+        is_same = (our_values == plain_values) | both_nan
+        least_gap = 0.0
     if is_same.all():
         return Difference(0.0, 0.0)
-    # One NaN, or an infinity next to a number, is an infinite gap
+    # A single NaN, or an infinity next to a number, counts as an infinite gap
     gaps = (our_values - plain_values).abs().nan_to_num(math.inf, math.inf)
-    # Equal infinities have the gap NaN above, and are the same
-    gap = float(gaps.clamp(min=least_gap).masked_fill(is_same, 0.0).max())
+    # Equal infinities have the gap NaN, but are the same
+    gaps = gaps.clamp(min=least_gap).masked_fill(is_same, 0.0)
+    gap = float(gaps.max())
     # Not the value at the same place: one near 0 would make rounding look large
     scale = largest_of([plain]) if largest is None else largest
     relative = gap / scale if scale else math.inf

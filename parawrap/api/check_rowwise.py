@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from parawrap.tree import WholeLeaf, addresses, flatten, tensors_in, unflatten
 # Each number puts the cuts at other rows. With 8 lanes, shards have few rows, so that mixed rows
 # differ most. A guess that no test has contradicted
 _LANES = (2, 3, 8)
-_MOST_NAMED = 4  # differences in a message: more would not fit a terminal
+_MOST_NAMED = 4  # differences that a message names: more would not fit a terminal
 
 
 def check_rowwise(
@@ -50,16 +49,16 @@ def check_rowwise(
         rtol: The largest difference allowed, relative to the largest value of the same tensor. By
             default the square root of the machine epsilon of the tensor's dtype: 3.5e-4 for
             float32.
-        loss: A function of the output. By default, a sum of all floating-point values with random
-            weights.
+        loss: A function that reduces the output to a scalar. By default, a sum of all
+            floating-point values with random weights.
         options: Options of `parallel`, such as `in_dims`, `out_dims`, `reduce`, and `methods`.
 
     Raises:
-        VerifyError: If an output, a gradient, or a buffer differs. The message names it, the cut,
-            and the difference.
-        ShardError: If no call was cut, for instance because the batch has fewer than 5 rows; and as
-            for `parallel`.
-        GatherError, ReplicaError: As for `parallel`.
+        VerifyError: If an output, a gradient, or a buffer differs. The message names the value, the
+            cut, and the difference.
+        ShardError: If no call was cut, for instance because the batch has fewer than 5 rows; and
+            whenever `parallel` raises it.
+        GatherError, ReplicaError: Whenever `parallel` raises it.
         TypeError: If `model` is not a module.
 
     Example:
@@ -75,7 +74,8 @@ def check_rowwise(
         msg = f"model is a {kind}, not a torch.nn.Module. Call the function in forward of a module"
         raise TypeError(msg)
     method, *_ = options.get("methods", ("forward",))
-    plain = copy.deepcopy(model)  # before the state is read: a copy may draw numbers too
+    # Copied before the random state is read, because `__deepcopy__` may draw numbers too
+    plain = copy.deepcopy(model)
     random_state = torch.get_rng_state()
     try:
         expected = _run_call(plain, method, batch, loss)
@@ -83,8 +83,8 @@ def check_rowwise(
         note_if_list(error, batch)
         raise
     draws_numbers = not torch.equal(random_state, torch.get_rng_state())
-    held = next(chain(model.parameters(), model.buffers()), None)
-    device = torch.device("cpu") if held is None else held.device
+    held = [*model.parameters(), *model.buffers()]
+    device = held[0].device if held else torch.device("cpu")
     was_cut = False
     for lanes in _LANES:
         # A copy for each cut: a call in train mode changes buffers
@@ -93,15 +93,15 @@ def check_rowwise(
             found = _run_call(cut, method, batch, loss)
         sizes = block.stats().shards
         was_cut = was_cut or len(sizes) > 1
-        differences = [*_describe_differences(found, expected, rtol)]
+        differences = list(_describe_differences(found, expected, rtol))
         if differences:
             named = differences[:_MOST_NAMED]
-            if len(differences) > _MOST_NAMED:
-                named.append(f"{len(differences) - _MOST_NAMED} more")
-            msg = (
-                f"{type(model).__name__} mixes rows. With {sum(sizes)} rows cut as "
-                f"{' + '.join(map(str, sizes))}, {'; '.join(named)}"
-            )
+            unnamed = len(differences) - _MOST_NAMED
+            if unnamed > 0:
+                named.append(f"{unnamed} more")
+            kind = type(model).__name__
+            cut_as = " + ".join(map(str, sizes))
+            msg = f"{kind} mixes rows. With {sum(sizes)} rows cut as {cut_as}, {'; '.join(named)}"
             if draws_numbers:
                 msg += ". It draws random numbers, which differ between cuts. Use eval mode"
             raise VerifyError(msg)
@@ -118,9 +118,10 @@ def _run_call(
 ) -> dict[str, Any]:
     """Run a call and its backward pass with copies of the batch's tensors.
 
-    Return the values in the output, the gradients, and the buffers by name, and numbers as tensors.
+    Return by name all values to compare: the output, the gradients, the inputs, and the buffers.
+    Numbers are returned as tensors.
     """
-    # Copies, because a model may write its inputs: each call gets the same ones
+    # A model may write its inputs. With copies, each call gets the same ones
     leaves, spec = flatten(batch)
     copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     tensors = [leaf for leaf in copies if isinstance(leaf, torch.Tensor)]
@@ -129,22 +130,21 @@ def _run_call(
         for tensor in inputs:
             tensor.requires_grad_()
     args, kwargs = as_call(unflatten(spec, copies))
-    # The call of the module itself runs its hooks
+    # Only the call of the module itself runs its hooks
     call = model if method == "forward" else getattr(model, method)
     output = call(*args, **kwargs)
-    outputs, spec = flatten(output)
+    outputs, output_spec = flatten(output)
     total = _weigh(outputs) if loss is None else loss(output)
     if total is not None and total.requires_grad:
         total.backward()
 
     values: dict[str, Any] = {}
-    for place, leaf in zip(addresses(spec, "output"), outputs, strict=True):
+    for place, leaf in zip(addresses(output_spec, "output"), outputs, strict=True):
         values |= _name_values(place, leaf)
     for name, parameter in model.named_parameters():
         values[f"the gradient of {name!r}"] = parameter.grad
     for index, tensor in enumerate(inputs):
         values[f"the gradient of input {index}"] = tensor.grad
-    for index, tensor in enumerate(inputs):
         values[f"input {index} after the call"] = tensor
     for name, buffer in model.named_buffers():
         values[f"buffer {name!r}"] = buffer
@@ -159,26 +159,31 @@ def _as_result(value: Any) -> Any:
 
 
 def _name_values(place: str, leaf: Any) -> dict[str, Any]:
-    """Return the values of a leaf to compare: tensors of a cache, an array as a tensor, or it."""
+    """Return the values in a leaf of the output, by name.
+
+    A container kept whole, such as a cache, has several: its tensors. An array becomes a tensor.
+    """
     if isinstance(leaf, WholeLeaf):
         tensors = enumerate(tensors_in(leaf))
         return {f"{place}, tensor {index}": tensor for index, tensor in tensors}
-    # Without arrays of texts, objects, and dates: torch has no such dtypes
+    # Booleans and numbers. Torch has no dtypes for arrays of texts, objects, or dates
     if is_array(leaf) and leaf.dtype.kind in "biufc":
         return {place: torch.from_numpy(leaf.copy())}
     return {place: leaf}
 
 
 def _weigh(leaves: list[Any]) -> torch.Tensor | None:
-    """Return the sum of all values of an output with random weights.
+    """Return the sum of the values of an output with random weights; None if it has no gradient.
 
-    Without them, differences could cancel out.
+    Without weights, differences could cancel out.
     """
     total = None
-    # Its own generator: the same weights in each call, and no draw from the caller's numbers
+    # Its own generator gives the same weights in each call, and leaves the caller's numbers alone
     generator = torch.Generator().manual_seed(0)
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.requires_grad:
+        # Complex outputs are compared, but have no part in the loss
+        is_floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        if is_floating and leaf.requires_grad:
             weights = torch.rand(leaf.shape, generator=generator).to(leaf)
             part = (leaf * weights).sum()
             total = part if total is None else total + part
@@ -188,8 +193,8 @@ def _weigh(leaves: list[Any]) -> torch.Tensor | None:
 def _describe_differences(
     found: dict[str, Any], expected: dict[str, Any], rtol: float | None
 ) -> Iterator[str]:
-    """Yield a description of each difference."""
-    for name in dict.fromkeys((*expected, *found)):
+    """Yield a description of each difference, in the order of the names."""
+    for name in expected | found:
         if name not in found:
             yield f"{name} is missing in the cut call"
         elif name not in expected:
@@ -198,6 +203,7 @@ def _describe_differences(
             yield from _describe_gap(name, found[name], expected[name], rtol)
         elif isinstance(expected[name], str | bytes) and found[name] != expected[name]:
             yield f"{name} is {found[name]!r}, not {expected[name]!r}"
+        # Values of other types may lack a meaningful equality, and are not compared
 
 
 def _describe_gap(
@@ -208,7 +214,7 @@ def _describe_gap(
         yield f"{name} has shape {tuple(ours.shape)}, not {tuple(plain.shape)}"
         return
     allowed = rounding_of(plain.dtype)
-    if rtol is not None and allowed:  # integers must be equal
+    if rtol is not None and allowed > 0:  # integers must be equal
         allowed = rtol
     gap = difference([ours], [plain])
     if gap.relative > allowed:

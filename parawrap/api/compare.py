@@ -6,6 +6,7 @@ import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -25,10 +26,11 @@ from parawrap.tree import WholeLeaf, flatten, tensors_in
 
 _ONE_THREAD = "plain, 1 thread"
 _WORTH_A_SETTING = 1.2
-"""The gain from which the setting of one thread is recommended. It holds for the whole process.
+"""The speed-up from which one thread is recommended, which is a setting for the whole process.
 
-Small calls in one thread seem up to 1.1 times as fast because "plain" comes first in a round, right
-after the threads of lanes have ended.
+A smaller one may be an error of the measurement. Small calls in one thread seem up to 1.1 times as
+fast as they are, because "plain" comes first in a round, right after the threads of lanes have
+ended.
 """
 _HEADER = (
     "way",
@@ -46,7 +48,7 @@ class Way:
 
     Attributes:
         name: "plain", "plain, 1 thread", "map", or "lanes".
-        seconds: The time per call, or per batch of `map`, in each round.
+        seconds: The seconds per call, or per batch of `map`, in each round.
         outputs: The greatest difference of the outputs from the plain way.
         gradients: The greatest difference of the gradients from the plain way; None without
             `train`.
@@ -65,7 +67,7 @@ class Way:
     @property
     def median(self) -> float:
         """The median of the times in seconds."""
-        return self.quartiles[1]
+        return statistics.median(self.seconds)
 
     @property
     def is_plain(self) -> bool:
@@ -74,14 +76,17 @@ class Way:
 
     def is_faster_than(self, other: Way) -> bool:
         """True if this way is faster, and the middle halves of the times do not overlap."""
-        return self.quartiles[2] < other.quartiles[0]
+        *_, slow_quartile = self.quartiles
+        fast_quartile, *_ = other.quartiles
+        return slow_quartile < fast_quartile
 
     def name_changes(self) -> str:
-        """Return "outputs" or "gradients" if they differ by more than rounding, or ""."""
+        """Return "outputs" or "gradients" if they differ by more than rounding; else ""."""
         if self.outputs.exceeds_rounding:
             return "outputs"
-        has_changed = self.gradients is not None and self.gradients.exceeds_rounding
-        return "gradients" if has_changed else ""
+        if self.gradients is not None and self.gradients.exceeds_rounding:
+            return "gradients"
+        return ""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -106,6 +111,7 @@ class Comparison:
     def __str__(self) -> str:
         return str(self._table())
 
+    # The method that notebooks look for
     def _repr_html_(self) -> str:
         return self._table().html()
 
@@ -120,19 +126,19 @@ class Comparison:
             if has_gradients:
                 row.append(str(way.gradients))
             rows.append(row)
-        header = _HEADER if has_gradients else _HEADER[:-1]  # the last column is of gradients
+        header = _HEADER if has_gradients else _HEADER[:-1]  # the last column has the gradients
         return Table(self.title, header, rows, footer=self.conclusion)
 
 
 def conclude(ways: Sequence[Way], places: str) -> str:
     """Return a sentence that names the way to write.
 
-    A way that changes the results is not that way. If it is faster than the plain ways, another
-    line says so.
+    It never names a way that changes the results. Another line names each such way that is faster
+    than the plain ways.
 
     Args:
-        ways: The measurements.
-        places: "lanes" or "workers".
+        ways: The measurements, "plain" first.
+        places: "lanes" or "workers", for the text.
     """
     plain = _fastest_plain(ways)
     call = "call" if ways[0].gradients is None else "training step"
@@ -149,12 +155,13 @@ def conclude(ways: Sequence[Way], places: str) -> str:
 
     blocks = [way for way in ways if not way.is_plain]
     usable = [way for way in blocks if not way.name_changes()]
-    # Without a faster way, the best of the others is the one to compare with
-    candidates = [way for way in usable if way.is_faster_than(plain)] or usable
+    faster = [way for way in usable if way.is_faster_than(plain)]
+    # Without a faster way, the conclusion compares the plain way with the best of the others
+    candidates = faster or usable
     if not candidates:
         sentences = [f"Every way changes the results: {keep}."]
     else:
-        best = min(candidates, key=_median)
+        best = min(candidates, key=attrgetter("median"))
         if best.is_faster_than(plain):
             speed_up = f"{plain.median / best.median:.2f} times as fast"
             than = f"the fastest plain way ({plain.name})"
@@ -166,6 +173,7 @@ def conclude(ways: Sequence[Way], places: str) -> str:
             pair = f"{subjects[plain.name]} and {subjects[best.name]}"
             found = f"no difference was found between {pair} (their middle halves overlap)"
             sentences = [f"{found}: {keep}."]
+    # Faster, but wrong
     for way in blocks:
         changed = way.name_changes()
         if changed and way.is_faster_than(plain):
@@ -178,21 +186,20 @@ def conclude(ways: Sequence[Way], places: str) -> str:
 
 
 def _needs_one_thread(fastest: Way, as_set: Way) -> bool:
-    """True if the fastest plain way is worth a setting that holds for the whole process.
+    """True if one thread is worth a setting that holds for the whole process.
 
-    `as_set` is the plain way with the number of threads that the caller has set.
+    Args:
+        fastest: The fastest plain way.
+        as_set: The plain way with the number of threads that the caller has set.
     """
-    gain = as_set.median / fastest.median
-    is_clear = gain > _WORTH_A_SETTING and fastest.is_faster_than(as_set)
+    speed_up = as_set.median / fastest.median
+    is_clear = speed_up > _WORTH_A_SETTING and fastest.is_faster_than(as_set)
     return is_clear and not fastest.name_changes()
 
 
-def _median(way: Way) -> float:
-    return way.median
-
-
 def _fastest_plain(ways: Sequence[Way]) -> Way:
-    return min((way for way in ways if way.is_plain), key=_median)
+    plain_ways = [way for way in ways if way.is_plain]
+    return min(plain_ways, key=attrgetter("median"))
 
 
 @public
@@ -217,14 +224,15 @@ def compare(
 
     The line below the table names the way to write. It says that no difference was found if the
     middle halves of the times overlap, and it recommends no way that changes the results by more
-    than rounding. On Linux, another line says if other programs used the cores meanwhile: stop
-    them, because they slow torch's threads more than lanes.
+    than rounding. On Linux, another line says if other programs used the cores during the
+    measurement: stop them, because they slow torch's threads more than lanes.
 
     The ways alternate in turns. Each turn starts from the same buffers, training flags, `.grad`,
     and torch random states, and restores them at its end. Its first calls are not timed.
 
     The returned object has the fields `title`, `ways`, and `conclusion`. Each way has `name`,
-    `seconds` (per call, in each round), `quartiles` of these, `outputs`, and `gradients`.
+    `seconds` (per call, in each round), the `quartiles` of `seconds`, and the differences from the
+    plain way in `outputs` and `gradients`.
 
     Args:
         model: A module, compared in its current training mode, or another callable.
@@ -242,7 +250,8 @@ def compare(
 
     Raises:
         ShardError: If `rounds` or `calls` is too small, `methods` names several methods, or the
-            output has no tensor for the default loss.
+            output has no tensor for the default loss; and whenever `parallel` raises it.
+        Exception: The error of a call, with a note that names the way.
 
     Example:
         >>> import torch
@@ -261,11 +270,17 @@ def compare(
         msg = f"compare needs rounds >= 2, calls >= 1, and one method. Got {got}"
         raise ShardError(msg)
     block = parallel(model, devices, **options)
-    compared = _Compared(model, method, batch, block, (loss or _sum) if train else None)
+    if not train:
+        loss = None
+    elif loss is None:
+        loss = _sum_floating
+    compared = _Compared(model, method, batch, block, loss)
     names = compared.names_of_ways()
+
+    # Measure
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    answers: dict[str, _Answer] = {}
-    # Ray starts its workers itself: here they would look like other programs
+    answers: dict[str, _Answer] = {}  # of the last round
+    # Workers on Ray are no children of this process, and would look like other programs
     start = None if is_platform(devices) else read_core_times()
     for _ in range(rounds):
         # In turns: if the machine is slow for a while, all ways are
@@ -273,11 +288,9 @@ def compare(
             with compared.turn(name), torch.set_grad_enabled(train):
                 answers[name] = compared.answer(name)
                 seconds[name].append(compared.time(name, calls))
-    load = describe_other_programs(
-        start,
-        read_core_times(),
-        needs_all_cores=compared.is_on_cpu,
-    )
+    load = describe_other_programs(start, read_core_times(), needs_all_cores=compared.is_on_cpu)
+
+    # Compare with the plain way
     plain = answers["plain"]
     largest_gradient = largest_of(plain.gradients)
     ways = []
@@ -287,6 +300,8 @@ def compare(
         if train:
             gradients = difference(answer.gradients, plain.gradients, largest=largest_gradient)
         ways.append(Way(name, tuple(seconds[name]), outputs, gradients))
+
+    # Describe
     has_workers = is_platform(devices) or options.get("workers") == "process"
     conclusion = conclude(ways, "workers" if has_workers else "lanes")
     if load:
@@ -301,7 +316,7 @@ def compare(
 
 
 def note_if_list(error: Exception, batch: object) -> None:
-    """Add a note to the error of a plain call if its batch is a list, as of a DataLoader."""
+    """Add a note to the error of a plain call whose batch is a list, as a DataLoader returns it."""
     if isinstance(batch, list):
         note = (
             f"the batch is a list of {len(batch)} items, which is one argument. To give each item "
@@ -318,7 +333,10 @@ class _Answer(NamedTuple):
 
 
 class _SavedBuffer(NamedTuple):
-    """A buffer of a module, and a copy of its values."""
+    """A buffer of the user's module, and a copy of its values.
+
+    The copy belongs to this object. The buffer is borrowed, and put back.
+    """
 
     owner: torch.nn.Module
     name: str
@@ -331,7 +349,10 @@ class _SavedBuffer(NamedTuple):
 
 
 class _Compared:
-    """A model and a batch, with the ways to run a call. With `loss`, a call is a training step."""
+    """A model and a batch, with the ways to run a call. One thread uses it.
+
+    With `loss`, a call is a training step; with None, a forward call.
+    """
 
     def __init__(
         self,
@@ -346,12 +367,13 @@ class _Compared:
         self._batch = batch
         self._block = block
         self._loss = loss
-        owner = getattr(model, "__self__", model)  # the module of a bound method
+        owner: Any = getattr(model, "__self__", model)  # the module of a bound method
         self._has_module = isinstance(owner, torch.nn.Module)
         # A function has no state to restore: an empty module stands for it
-        self._module = owner if isinstance(owner, torch.nn.Module) else torch.nn.Module()
+        self._module: torch.nn.Module = owner if self._has_module else torch.nn.Module()
         self._args, self._kwargs = as_call(batch)
         held = [*self._module.parameters(), *_tensors([self._args, self._kwargs])]
+        # The tensors that a training step gives gradients
         self._leaves = [tensor for tensor in held if tensor.is_leaf and tensor.requires_grad]
         used = {tensor.device for tensor in (*held, *self._module.buffers())}
         places = used.union(block.devices)
@@ -376,12 +398,13 @@ class _Compared:
 
     @contextlib.contextmanager
     def turn(self, name: str) -> Iterator[None]:
-        """Prepare a way.
+        """Open a block if the way needs it.
 
-        Restore the state of the model and of torch's random numbers at the end.
+        At the end, put back what calls change: buffers, training flags, gradients, and the states
+        of torch's random generators.
         """
         modes = {module: module.training for module in self._module.modules()}
-        # By owner: a call may put another tensor in place of a buffer
+        # With its owner, because a call may replace a buffer by another tensor
         saved = [
             _SavedBuffer(module, key, buffer, buffer.clone())
             for module in modes
@@ -391,7 +414,7 @@ class _Compared:
         backend = backend_of(self._accelerators[0].type if self._accelerators else "cpu")
         try:
             with contextlib.ExitStack() as prepared:
-                if self._loss is not None:  # an eval mode with gradients is meant
+                if self._loss is not None:  # the user asked for gradients, also in eval mode
                     prepared.enter_context(ignore_speed_warnings())
                 prepared.enter_context(backend.fork_rng(self._accelerators))
                 prepared.enter_context(intra_op_threads(1 if name == _ONE_THREAD else None))
@@ -414,7 +437,10 @@ class _Compared:
                 leaf.grad = gradient
 
     def answer(self, name: str) -> _Answer:
-        """Return what a call gives. It is not timed: the first call of a turn starts the lanes."""
+        """Run a call that is not timed, and return its results.
+
+        The first call of a turn starts the lanes.
+        """
         if name == "map":
             # One batch per lane, so that each lane has its replica before the timed calls
             *_, output = self._block.map([self._batch] * len(self._block.devices))
@@ -425,7 +451,7 @@ class _Compared:
         return _Answer(_copies(_tensors(output)), _copies(gradients))
 
     def time(self, name: str, calls: int) -> float:
-        """Return the seconds per call."""
+        """Run a number of calls, and return the seconds per call."""
         start = self._clock()
         if name == "map":
             for _ in self._block.map([self._batch] * calls):
@@ -436,12 +462,12 @@ class _Compared:
         return (self._clock() - start) / calls
 
     def _call(self, name: str) -> Any:
+        """Run a call or a training step, and return the output."""
         for leaf in self._leaves:
-            leaf.grad = None  # as an optimizer does, in each timed step too
-        # A block changes a module in place. Other callables are called through the block
-        is_in_place = self._module is self._model
+            leaf.grad = None  # as `zero_grad` of an optimizer does, in each timed step too
         target: Any = self._model
-        if name == "lanes" and not is_in_place:
+        # A block changes a module in place. Other callables are called through the block
+        if name == "lanes" and self._model is not self._module:
             target = self._block
         function = target if self._method == "forward" else getattr(target, self._method)
         output = function(*self._args, **self._kwargs)
@@ -450,7 +476,7 @@ class _Compared:
         return output
 
     def _clock(self) -> float:
-        """Return the time in seconds at which the work that was queued until now is done."""
+        """Wait until the accelerators are idle, and return the time in seconds."""
         for device in self._accelerators:
             torch.accelerator.synchronize(device)
         return perf_counter()
@@ -459,7 +485,8 @@ class _Compared:
 def _tensors(value: object) -> list[torch.Tensor]:
     """Return the tensors in `value`, and its numbers as tensors."""
     found: list[torch.Tensor] = []
-    for leaf in flatten(value)[0]:
+    leaves, _ = flatten(value)
+    for leaf in leaves:
         if isinstance(leaf, WholeLeaf):
             found.extend(tensors_in(leaf.value))
         elif isinstance(leaf, (torch.Tensor, int, float)):
@@ -473,16 +500,17 @@ def _gradient_of(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies on the CPU: a later call may write the tensors."""
     return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
 
-def _sum(output: object) -> torch.Tensor:
-    """Return the sum of all floating-point tensors that require gradients: the default loss."""
+def _sum_floating(output: object) -> torch.Tensor:
+    """Return the default loss: the sum of all floating-point tensors that require gradients."""
     tensors = [tensor for tensor in _tensors(output) if tensor.is_floating_point()]
     parts = [tensor.sum() for tensor in tensors if tensor.requires_grad]
     if not parts:
         cure = "Pass loss=, a function of the output"
         msg = f"the output has no floating-point tensor that requires gradients. {cure}"
         raise ShardError(msg)
-    first, *others = parts
+    first, *others = parts  # a model may leave its outputs on several devices
     return sum((part.to(first.device) for part in others), start=first)

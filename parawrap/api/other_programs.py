@@ -1,6 +1,6 @@
 """The CPU time of other programs, while this process measures something.
 
-It is read from /proc. Systems without /proc report nothing.
+Linux reports CPU times in the files of /proc. On other systems, nothing is known.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import NamedTuple
 _FELT_CORES = 0.25
 """Cores that other programs may use while calls run on the CPU.
 
-torch divides an operator among all cores and waits for its slowest thread. One other thread that
-computes thus slows a call on a machine of any size. A quarter of it is more than idle desktops and
-system services use.
+torch divides an operator among all cores and waits for its slowest thread. One busy thread of
+another program thus slows a call on a machine of any size. A quarter of a core is more than idle
+desktops and system services use.
 """
 _FELT_SHARE = 0.5
 """The share of the cores that other programs may use while calls run on accelerators.
 
-Such calls need a few cores, and find idle ones.
+Such calls need a few cores: half of the cores are enough for them.
 """
 
 
@@ -31,8 +31,8 @@ class CoreTimes(NamedTuple):
         clock: The time of the reading, in seconds.
         cores: The number of cores that this process may use.
         busy: Ticks that these cores worked, for any program.
-        own: Ticks by process id, of this process and of those that it started, such as workers.
-            They include the ticks of children that have ended.
+        own: Ticks by process id, of this process and of its descendants, such as workers. The ticks
+            of a process include those of its children that have ended.
     """
 
     clock: float
@@ -62,19 +62,19 @@ def describe_other_programs(
     """Return a sentence on other programs between two readings, or "" if they used little.
 
     Args:
-        start: The first reading.
-        end: The last reading.
+        start: The first reading; None if this system reports none.
+        end: The last reading; None if this system reports none.
         needs_all_cores: True if calls ran on the CPU, where one busy core slows them.
     """
     if start is None or end is None:
         return ""
     tick = 1 / os.sysconf("SC_CLK_TCK")
     seconds = end.clock - start.clock
-    # A process that is gone now is left out: its ticks are in those of its parent, or are lost
+    # A process that has ended is left out. Its parent has its ticks, or they are lost
     own = sum(ticks - start.own.get(process, 0) for process, ticks in end.own.items())
     others = tick * (end.busy - start.busy - own) / seconds
-    # Each counter is rounded down to a tick: one counter per core, and for each process its user
-    # and its system time. In a short measurement the sum of these errors would look like a program
+    # The error of the counters, each of which is rounded down to a tick: one per core, and two per
+    # process (user and system time). In a short measurement it would look like another program
     rounding = tick * (end.cores + 2 * len(end.own)) / seconds
     felt = _FELT_CORES if needs_all_cores else _FELT_SHARE * end.cores
     if others < felt + rounding:
@@ -89,12 +89,13 @@ def _read_busy_ticks(proc: Path, cores: set[int]) -> int:
     Raises:
         LookupError: If a core is missing. Some containers give the cores other numbers.
     """
-    busy = {}
+    busy = {}  # by core
     for line in (proc / "stat").read_text().splitlines():
         name, *ticks = line.split()
         number = name.removeprefix("cpu")
         if name.startswith("cpu") and number.isdecimal():
-            # Time that a hypervisor took away is idle here: no program of this machine used it
+            # Column 8 of proc(5) is left out: a hypervisor took that time, and no program of this
+            # machine. Columns 9 and 10 are parts of `user` and `nice`
             user, nice, system, _idle, _waiting, interrupts, soft_interrupts = map(int, ticks[:7])
             busy[int(number)] = user + nice + system + interrupts + soft_interrupts
     return sum(busy[core] for core in cores)
@@ -113,16 +114,18 @@ def _read_own_ticks(proc: Path) -> dict[int, int]:
             continue
         try:
             text = (folder / "stat").read_text()
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process ended meanwhile
             continue
-        # The name in parentheses may itself contain spaces and parentheses
-        _state, parent, *fields = text.rpartition(")")[2].split()
+        # The name of the program, in parentheses, may itself contain spaces and parentheses
+        _, _, after_name = text.rpartition(")")
+        _state, parent, *fields = after_name.split()
         process = int(folder.name)
         children.setdefault(int(parent), []).append(process)
         # Fields 14 to 17 of proc(5): user and system time, of the process and of its children that
-        # have ended. `fields` begins with the fifth
+        # have ended. `fields` begins with field 5
         times = fields[9:13]
         ticks[process] = sum(map(int, times))
+
     own = {}
     pending = [os.getpid()]
     while pending:
