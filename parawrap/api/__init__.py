@@ -6,14 +6,19 @@ users write; how calls and launches run is in `engine`, `workers`, `neuroncores`
 word    | meaning
 ------- | -----------------------------------------------------------------------------------------
 block   | a `Parallel` between `__enter__` and `__exit__`, and all that it opens
-lane    | a thread that works on one device. In a lane, `here.lane` is it, and otherwise None
+lane    | a thread that works on one device. `here.lane` is the lane that runs the code, or None
+plain   | as without parawrap: a plain call runs the target itself, in the caller's thread
 shard   | the rows of a call that one lane gets
 session | the lanes of a block, the replicas of its model, and its counters (`engine/session.py`)
 entry   | what to call: the target itself, or one method of it (`Entry` in `engine/call.py`)
-cutter  | cuts the arguments of one method. The key None in a dict of cutters is the target itself
+cutter  | cuts the arguments of one method. In a dict of cutters, the key None is the target itself
 row     | an entry of a tensor on the batch dim. Whether an output has rows must be declared, or
         | shown by shards of different sizes (`needs_proof`)
 part    | one of the values that `tp_collate` makes for the devices, as `TupleParallel` takes them
+step    | `scatter`, `replicate`, `parallel_apply`, or `gather`, as in torch.nn.DataParallel
+way     | one of the kinds of calls that `compare` measures: plain, with lanes, or by `map`
+job     | all that one launch needs: platform, function, and arguments (`Job` in `launch`)
+share   | the devices and cores of this machine that one of several launches at a time gets
 
 `tests/api/test_cures.py` and `tests/api/parallel/test_cures_of_calls.py` try the cures that the
 errors of blocks and wrappers name.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_target(target: Any) -> None:
+    """Refuse a target that is not callable."""
     if not callable(target):
         msg = (
             f"target={target!r} is not callable. Give parallel a module, a method, or another "
@@ -28,6 +30,8 @@ def check_target(target: Any) -> None:
 
 
 def check_methods(target: Any, methods: Sequence[str]) -> None:
+    """Refuse names of methods that the target does not have."""
+    # A text is a sequence too: of its letters
     if isinstance(methods, str) or not methods:
         msg = (
             f"methods={methods!r} is not a sequence of names. Give at least one name, as in "
@@ -49,24 +53,34 @@ def check_methods(target: Any, methods: Sequence[str]) -> None:
             raise ShardError(msg)
 
 
-def check_integer(name: str, value: Any, what: str, least: int | None = None) -> None:
+def check_integer(name: str, value: Any, what: str, least: float = -math.inf) -> None:
     """Refuse a value of an option that is not an integer of at least `least`.
 
-    `what` says in words what to give.
+    Args:
+        name: The option.
+        value: The value that the user gave.
+        what: The values that are allowed, in words.
+        least: The lowest integer.
     """
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or (least is not None and value < least):
+    if not _is_integer(value) or value < least:
         msg = f"{name}={value!r}: give {what}"
         raise ShardError(msg)
 
 
+def _is_integer(value: Any) -> bool:
+    """True for an int that is not a bool, which Python counts as an int."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_workers(workers: Literal["thread", "process"]) -> None:
+    """Refuse a kind of worker that does not exist."""
     if workers not in ("thread", "process"):
         msg = f'workers={workers!r}: give "thread" or "process"'
         raise ShardError(msg)
 
 
 def refuse_options_on_cores(workers: Literal["thread", "process"], unit: int) -> None:
+    """Refuse options that lanes on NeuronCores do not have."""
     if workers == "process":
         msg = 'workers="process" is not supported on NeuronCores. Leave workers out'
         raise ShardError(msg)
@@ -79,10 +93,8 @@ def refuse_options_on_cores(workers: Literal["thread", "process"], unit: int) ->
 
 
 def is_platform(devices: Devices | Platform) -> TypeIs[Platform]:
-    """True for a `Platform`.
-
-    Its module is imported only if `devices` is neither a device nor a sequence.
-    """
+    """True for a `Platform`."""
+    # First, because most calls need no `parawrap.launch`, which is slow to import
     if devices is None or isinstance(devices, (int, str, torch.device, Sequence)):
         return False
     from parawrap.launch import Platform as Found
@@ -94,7 +106,7 @@ def parameters_of(target: Any, methods: Sequence[str]) -> dict[str | None, Param
     """Return the parameters of each method. The key None stands for a call of the target itself."""
     if not isinstance(target, torch.nn.Module):
         return {None: Parameters(target)}
-    # Of the methods themselves: another block may be open on the module, and has its stubs there
+    # Another block may be open on the module: the parameters of its stubs are not the methods' own
     found: dict[str | None, Parameters] = {None: Parameters(original_method(target.forward))}
     for name in methods:
         found[name] = Parameters(original_method(getattr(target, name)))
@@ -104,6 +116,13 @@ def parameters_of(target: Any, methods: Sequence[str]) -> dict[str | None, Param
 def check_in_dims(
     in_dims: Mapping[str, InDim] | None, parameters: Iterable[Parameters], target: object
 ) -> Mapping[str, InDim]:
+    """Return `in_dims`, or an empty mapping for None. Refuse unknown parameters and dims.
+
+    Args:
+        in_dims: The option that the user gave.
+        parameters: The parameters of each method. A name must be in one of them.
+        target: Named in the message.
+    """
     if in_dims is None:
         return {}
     if not isinstance(in_dims, Mapping):
@@ -114,16 +133,16 @@ def check_in_dims(
         raise ShardError(msg)
     for name, dim in in_dims.items():
         if not any(taken.takes(name) for taken in parameters):
-            named = getattr(target, "__name__", type(target).__name__)
+            owner = getattr(target, "__name__", type(target).__name__)
+            # Several methods may have the same parameters, which are listed once
             has = "; ".join(dict.fromkeys(map(str, parameters)))
             msg = (
-                f"in_dims names {name!r}, but {named} has no such parameter. It has: {has}. "
+                f"in_dims names {name!r}, but {owner} has no such parameter. It has: {has}. "
                 "Name the keyword arguments of **kwargs one by one"
             )
             raise ShardError(msg)
         for entry in entries_of(dim):
-            is_dim = isinstance(entry, int) and not isinstance(entry, bool)
-            if not is_dim and entry not in (None, "items"):
+            if not _is_integer(entry) and entry not in (None, "items"):
                 msg = (
                     f'in_dims[{name!r}]={dim!r} is not supported. Use a dim, None, "items", or a '
                     "dict, tuple, or dataclass of these like the argument"

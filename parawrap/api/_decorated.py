@@ -18,17 +18,18 @@ _Reduction = tuple[Any, ...]
 
 
 class Decorated:
-    """A decorated function or bound method.
+    """A decorated function or bound method. Never changed, so it is thread-safe.
 
     Attributes that its class lacks are those of the function.
 
     It is pickled by name if its name leads to it, as after ``@decorator`` in a module, and by value
-    otherwise. cloudpickle also sends by value what ``__main__`` and registered modules define.
+    otherwise. As with functions, cloudpickle also pickles by value if the module is ``__main__`` or
+    registered with ``cloudpickle.register_pickle_by_value``.
     """
 
     if TYPE_CHECKING:
-        # As properties: from Python 3.14, the annotations of a class hide those of the function
-
+        # As properties: from Python 3.14 on, annotations of names in the class body would hide the
+        # annotations of the function
         @property
         def __wrapped__(self) -> Callable[..., Any]: ...
         @property
@@ -38,22 +39,24 @@ class Decorated:
 
     def __init__(self, function: Callable[..., Any], setting: Any, defined: Any = None) -> None:
         functools.update_wrapper(self, function)  # type: ignore[arg-type]
-        # The argument of the decorator: the platform of `wrapper`, the count of `tp_collate`
+        # The argument of the decorator: the platform of `wrapper`, or the count of `tp_collate`
         self._setting = setting
-        self._defined = defined  # for a bound method, the decorated function in its class
+        # Of a bound method: the decorated function in the class; None otherwise
+        self._defined = defined
 
     def __init_subclass__(cls) -> None:
-        # Both pickle and cloudpickle call `__reduce_ex__`, but only cloudpickle has these rules
+        # Both pickle and cloudpickle call `__reduce_ex__`. This table is for cloudpickle alone
         table: Any = cloudpickle.CloudPickler.dispatch_table
         table[cls] = _reduce_for_cloudpickle
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind the function as Python does: to the instance, or to the class of a classmethod."""
+        # Looked up on the type, as Python does it for special methods
         bind = getattr(type(self.__wrapped__), "__get__", None)
-        bound = self.__wrapped__ if bind is None else bind(self.__wrapped__, instance, owner)
+        bound = None if bind is None else bind(self.__wrapped__, instance, owner)
         if isinstance(bound, types.MethodType):
             return type(self)(bound, self._setting, self)
-        return self
+        return self  # in the class itself, of a staticmethod, or of an object that does not bind
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 
@@ -68,32 +71,35 @@ class Decorated:
         return _reduce_by_value(self)
 
 
+# --- pickles: each function returns the function and the arguments that make the object again ---
+
+
 def _reduce_by_value(decorated: Decorated) -> _Reduction:
     return type(decorated), (decorated.__wrapped__, decorated._setting)
 
 
 def _reduce_for_cloudpickle(decorated: Decorated) -> _Reduction:
-    # The dispatch table comes before cloudpickle's own rules, so this function repeats them
+    # cloudpickle asks its table before its own rules for functions, which are repeated here
     module = decorated.__module__
     registered = cloudpickle.list_registry_pickle_by_value()
     goes_by_value = module == "__main__" or is_among(module, registered)
     if decorated._defined is None and goes_by_value:
         return _reduce_by_value(decorated)
-    return decorated.__reduce_ex__(4)  # any protocol: it is not used
+    return decorated.__reduce_ex__(4)  # the number is not used
 
 
 def is_global(decorated: Any) -> bool:
-    """True if the name of a decorated function leads to it."""
-    # A partial, for example, has no name
+    """True if the module and the name of a decorated object lead to it."""
+    # A decorated partial, for example, has no name
     module = getattr(decorated, "__module__", None)
     name = getattr(decorated, "__qualname__", "")
     return module in sys.modules and look_up(module, name) is decorated
 
 
 def look_up(module: str, qualname: str) -> Any:
-    """Return the object with a qualified name, without binding it to its class.
+    """Return the object with a qualified name, without binding it to its class; else None.
 
-    None if there is none.
+    Of a classmethod or staticmethod, return the function in it.
     """
     found: Any = importlib.import_module(module)
     for name in qualname.split("."):

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -22,14 +22,25 @@ if TYPE_CHECKING:
     from parawrap.workers import WorkerSession
 
 
+class OpenMethod(NamedTuple):
+    """A method of a block that is open.
+
+    Attributes:
+        session: The session of the block.
+        entry: What a lane calls.
+        name: The name of the method, with those of its class and module.
+    """
+
+    session: Session | WorkerSession
+    entry: Entry
+    name: str
+
+
 class MapAndSubmit:
     """`map` and `submit` of a block with one method, or of ``p.method(name)``."""
 
-    _open_method: Callable[[], tuple[Session | WorkerSession, Entry, str]]
-    """Returns the session of the block, the entry of the method, and its name.
-
-    The session opens on first use.
-    """
+    _open_method: Callable[[], OpenMethod]
+    """Returns the method that is mapped, and the session of the block, which opens on first use."""
 
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Submit one whole call to a lane, and return a future of its output.
@@ -54,8 +65,8 @@ class MapAndSubmit:
             ...     [len(future.result()) for future in futures]
             [4, 2]
         """
-        session, entry, _ = self._open_method()
-        return session.submit(entry, args, kwargs)
+        method = self._open_method()
+        return method.session.submit(method.entry, args, kwargs)
 
     def map(
         self,
@@ -78,12 +89,12 @@ class MapAndSubmit:
 
         Each batch runs whole in one lane, without cutting or joining. A tuple batch is
         ``model(*batch)``, a dict batch ``model(**batch)``, any other batch ``model(batch)``. If a
-        batch raises, the generator raises in its place, with a note on the number of the batch.
-        Closing the generator drops the batches that no lane has started. Batches that have started
-        run to their end, so write the model after `close` or the end of the block.
+        batch raises, the generator raises in place of its output, with a note on the number of the
+        batch. Closing the generator drops the batches that no lane has started. Batches that have
+        started run to their end, so write the model after `close` or the end of the block.
 
-        If the model adds to a dict, a list, or another object of a batch, the batch that `batches`
-        gave has the addition.
+        If the model adds to a dict, a list, or another object of a batch, the addition is in the
+        caller's own object.
 
         Args:
             batches: An iterable. The caller's thread reads it, at most `buffersize` batches ahead
@@ -107,10 +118,10 @@ class MapAndSubmit:
                 change a whole output. Code is not compared: use a new folder after you change it.
                 Outputs are loaded with pickle, so folders and files of other users are refused.
             key: With `resume`, a function of one batch that returns its name or its number, to be
-                compared in place of the batch. For batches that cannot be pickled, or that take
-                long to compare. It runs in the caller's thread.
+                compared in place of the batch. Use it for batches that cannot be pickled, or that
+                take long to compare. The function runs in the caller's thread.
             check_model: With `resume`, compare the model with the model of the saved outputs, once
-                per stream. With False, saved outputs of any weights are taken.
+                per stream. With False, saved outputs of any weights are yielded.
             progress: Draw a tqdm bar (``pip install 'parawrap-torch[cli]'``).
             total: The number of batches for the bar. By default ``len(batches)``, if it has a
                 length.
@@ -142,11 +153,14 @@ class MapAndSubmit:
         if resume is None:
             _refuse_options_of_resume(key, check_model=check_model)
         session, entry, name = self._open_method()
+        # Without a folder, outputs are not saved
         folder = None
         if resume is not None:
-            # A function: it reads all weights, which only a stream that begins needs
-            find = partial(fingerprint_of, session.target, session.rules)
-            folder = OutputFolder(Path(resume), name, key, find if check_model else None)
+            find = None
+            if check_model:
+                # Called when the stream begins, because it reads all weights
+                find = partial(fingerprint_of, session.target, session.rules)
+            folder = OutputFolder(Path(resume), name, key, find)
         if total is None:
             total = _length_of(batches)
         size = StreamSize(None if chunksize == "auto" else chunksize, buffersize, total)
@@ -173,7 +187,8 @@ def _check_buffer(buffersize: int | None, chunksize: int | Literal["auto"]) -> N
         raise ShardError(msg)
     if chunksize == "auto":
         return
-    if not (isinstance(chunksize, int) and chunksize >= 1):
+    is_count = isinstance(chunksize, int) and chunksize >= 1
+    if not is_count:
         msg = f'chunksize={chunksize!r}: a message has at least one batch. Use 1 or more, or "auto"'
         raise ShardError(msg)
     if buffersize is not None and buffersize < chunksize:
@@ -198,8 +213,9 @@ def _refuse_options_of_resume(key: Callable[[Any], Any] | None, *, check_model: 
 
 
 def _refuse_single_batch(batches: object) -> None:
-    """Refuse a source that iterates the rows of one batch, or names of its parts."""
+    """Refuse a single batch: iterating it would give its rows, or the names of its parts."""
     if isinstance(batches, torch.Tensor) or hasattr(batches, "__array__"):
+        # Only a tensor has the method `split` of the cure
         tensor = "x" if isinstance(batches, torch.Tensor) else "torch.as_tensor(x)"
         msg = (
             f"batches is a {type(batches).__name__}, and iterating it gives single rows without "
@@ -217,6 +233,7 @@ def _refuse_single_batch(batches: object) -> None:
 
 
 def _length_of(batches: Iterable[Any]) -> int | None:
+    """Return the number of batches; None if it is not known."""
     if isinstance(batches, Sized):
         with suppress(TypeError, NotImplementedError):  # a DataLoader of a dataset without a length
             return len(batches)

@@ -31,21 +31,19 @@ from parawrap.tree import flatten
 
 T = TypeVar("T", bound=torch.nn.Module)
 
-_VERBS = ("scatter", "replicate", "parallel_apply", "gather")
+# The methods that a subclass of torch.nn.DataParallel may override
+_STEPS = ("scatter", "replicate", "parallel_apply", "gather")
 
 
 class WrappedAttributes(torch.nn.Module):
     """A base of modules that look up missing attributes on the module that they wrap.
 
-    Names like ``__deepcopy__`` are not looked up: a copy of the wrapper would be a copy of the
-    module.
+    Names like ``__deepcopy__`` are not looked up. Otherwise a copy of the wrapper would be a copy
+    of the wrapped module.
     """
 
     def _inner(self) -> Any:
-        """Return the wrapped module.
-
-        None before the wrapper has it, as before ``__init__`` and during unpickling.
-        """
+        """Return the wrapped module; None before ``__init__`` or unpickling has set it."""
         return submodule(self, "module")
 
     def __getattr__(self, name: str) -> Any:
@@ -56,7 +54,7 @@ class WrappedAttributes(torch.nn.Module):
             if is_protocol or self._inner() is None:
                 raise
         if hasattr(type(self), name):
-            # Python drops the error of a property before `__getattr__`
+            # A property raised AttributeError, and Python dropped it: reading it again shows it
             return object.__getattribute__(self, name)
         return getattr(self._inner(), name)
 
@@ -64,6 +62,7 @@ class WrappedAttributes(torch.nn.Module):
 def submodule(module: Any, name: str) -> Any:
     """Return a submodule by its name; None before the module has it."""
     try:
+        # Not `getattr`, which comes back to `WrappedAttributes.__getattr__`
         return torch.nn.Module.__getattr__(module, name)
     except AttributeError:
         return None
@@ -136,8 +135,8 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         torch.nn.Module.__init__(self)
         self.module = module
         self.dim = dim
-        # Held while a session replaces another one, so that threads that call at the same time make
-        # one. Reentrant, because `close` takes it too
+        # Held while a session replaces another one: threads that call at the same time make one
+        # session. Reentrant, because `_session` calls `close` with the lock held
         self._changing = threading.RLock()
         self._lanes = _resolve_lanes(device_ids)
         self.device_ids = [_as_id(device) for device in self._lanes]
@@ -153,21 +152,18 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         """End the lanes and free the replicas. The next call starts them again."""
         with self._changing:
             engine, self._engine = self._engine, None
-        # Without the lock: another thread may call meanwhile, and then starts lanes of its own
+        # Closed without the lock, so that another thread may call meanwhile, in lanes of its own
         if engine is not None:
             engine.session.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and unpickled instances start their own lanes.
-        return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in ("_engine", "_changing")
-        }
+        # Copies and unpickled instances start their own lanes
+        own = ("_engine", "_changing")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        own: dict[str, Any] = {**state, "_changing": threading.RLock()}
-        super().__setstate__(own)  # type: ignore[no-untyped-call]
+        with_lock = {**state, "_changing": threading.RLock()}
+        super().__setstate__(with_lock)  # type: ignore[no-untyped-call]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Scatter the inputs, replicate the module, apply the replicas, and gather the outputs.
@@ -184,22 +180,23 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
                 return self.module(*inputs, **kwargs)
             self._check_placement()
             has_rows = len(self.device_ids) > 1 and _have_rows(inputs, kwargs)
-            # The usual call: the engine takes the four steps at once
-            if has_rows and all(map(self._inherits, _VERBS)):
+            # The usual call: the engine does the four steps at once
+            if has_rows and all(map(self._inherits, _STEPS)):
                 return self._session().call(Entry(self.module), inputs, kwargs)
-            # With the four methods, which a subclass may override. torch gives a call without rows
-            # to every device.
+
+            # Step by step, for a subclass that overrides one, and for a call without rows, which
+            # goes to every device as in torch
             args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
             # An overridden scatter may return nothing for a call without arguments
             if not args and not module_kwargs:
                 args, module_kwargs = ((),), ({},)
             if len(self.device_ids) == 1:
                 return self.module(*args[0], **module_kwargs[0])
-            # Only shards of this class's own `scatter` have the rows of `plan` below
+            # Only the shards of this class's own `scatter` have the sizes of the plan below
             knows_rows = has_rows and self._inherits("scatter") and self._inherits("gather")
             if not knows_rows:
                 return self.gather(self._run_shards(args, module_kwargs), self.output_device)
-            # Before the call, which may change the inputs
+            # Planned before the call, which may change the inputs
             cutter = self._session().cutters[None]
             plan = cutter.plan(cutter.flatten(inputs, kwargs), len(self.device_ids))
             outputs = self._run_shards(args, module_kwargs)
@@ -237,11 +234,14 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         return gather(outputs, output_device, self.dim)
 
     def _run_shards(self, args: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Return the outputs of all shards, by kept replicas or those of an overridden verb."""
+        """Return the outputs of all shards.
+
+        The replicas of the session run the shards, unless a subclass overrides that step.
+        """
         if not (self._inherits("replicate") and self._inherits("parallel_apply")):
             replicas = self.replicate(self.module, self.device_ids[: len(args)])
             return self.parallel_apply(replicas, args, kwargs)
-        # `as_calls` refuses more parts than devices
+        # With more parts than devices there are fewer modules than parts, which `as_calls` refuses
         modules = [self.module] * min(len(args), len(self.device_ids))
         calls = as_calls(modules, args, kwargs)
         if not calls:
@@ -250,14 +250,16 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         named = [call.keywords for call in calls]
         return self._session().apply_replicas(Entry(self.module), positional, named)
 
-    def _inherits(self, verb: str) -> bool:
+    def _inherits(self, step: str) -> bool:
         """True if neither a subclass nor an attribute of this object overrides the method."""
-        return getattr(getattr(self, verb), "__func__", None) is getattr(DataParallel, verb)
+        method = getattr(self, step)
+        return getattr(method, "__func__", None) is getattr(DataParallel, step)
 
     def _session(self) -> Session:
         """Return the session for the current `module`, `dim`, and `device_ids`."""
-        module, settings = self.module, (self.dim, tuple(self.device_ids))
-        # Without the lock: an `_Engine` is complete before it is stored, and never changes
+        module = self.module
+        settings = (self.dim, tuple(self.device_ids))
+        # Read without the lock: an `_Engine` is complete before it is stored, and never changes
         engine = self._engine
         if engine and engine.session.target is module and engine.settings == settings:
             return engine.session
@@ -266,11 +268,12 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
             if engine and engine.session.target is module and engine.settings == settings:
                 return engine.session
             self.close()
-            engine = self._engine = _Engine(settings, self._new_session())
-            return engine.session
+            session = self._new_session()
+            self._engine = _Engine(settings, session)
+            return session
 
     def _new_session(self) -> Session:
-        # As in torch, users may set `device_ids`, `output_device`, and `dim`
+        """Make a session, after reading the attributes that users may set, as in torch."""
         self._lanes = tuple(device_named(device_id) for device_id in self.device_ids)
         self.src_device_obj = self._lanes[0]
         self._check_placement()
@@ -286,6 +289,7 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         )
 
     def _check_placement(self) -> None:
+        """Refuse a module that is on another device than the first lane, with torch's message."""
         for tensor in chain(self.module.parameters(), self.module.buffers()):
             if tensor.device != self.src_device_obj:
                 msg = (
@@ -325,11 +329,9 @@ def data_parallel(
         >>> data_parallel(torch.nn.Linear(10, 5), torch.randn(30, 10), ["cpu", "cpu"]).shape
         torch.Size([30, 5])
     """
-    args: tuple[Any, ...] = (inputs,)
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
     if inputs is None:
         args = ()
-    elif isinstance(inputs, tuple):
-        args = inputs
     net = DataParallel(module, device_ids, output_device, dim)
     try:
         return net(*args, **(module_kwargs or {}))
@@ -338,7 +340,8 @@ def data_parallel(
 
 
 def _have_rows(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    # Most inputs are tensors: nothing is flattened for them
+    """True if the arguments hold a tensor that is not 0-d."""
+    # Most inputs are tensors, which need no flattening
     if any(map(_is_tensor_with_rows, inputs)):
         return True
     leaves, _ = flatten((inputs, kwargs))
@@ -352,7 +355,8 @@ def _is_tensor_with_rows(value: Any) -> bool:
 def _resolve_lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
     """Return the device of each lane.
 
-    As in torch, calls run the module directly if this machine has no accelerator.
+    On a machine without an accelerator there are no lanes, and calls run the module directly, as in
+    torch. Only devices of the CPU make lanes there.
     """
     if best_backend().type != "cpu":
         return resolve_devices(device_ids)
@@ -361,17 +365,16 @@ def _resolve_lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.devic
     try:
         return resolve_devices(device_ids)
     except DeviceUnavailableError:
-        # NeuronCores of compiled models are never torch devices, on no machine
+        # NeuronCores of compiled models are not torch devices on any machine
         if names_cores(device_ids):
             raise
         return ()
 
 
 def _as_id(device: torch.device) -> Any:
-    """Return the index of a device of the best kind, as torch stores it in `device_ids`.
+    """Return an entry of `device_ids`: as in torch, the index of a device of the best kind.
 
-    Otherwise the device itself.
+    Any other device is an entry itself.
     """
-    if device.type != best_backend().type or device.index is None:
-        return device
-    return device.index
+    has_index = device.type == best_backend().type and device.index is not None
+    return device.index if has_index else device

@@ -61,10 +61,11 @@ class DataParallel(torch.nn.Module):
     Attributes:
         module: The given model. To load another one, set `module` and call `close`.
         device_ids: The indices of the cores, in the given order.
-        num_workers: The number of lanes, by default 2 per core. Each serves one core. Can be set.
-        split_size: The largest number of rows that a core gets at once. None, the default, is whole
-            inferences if the compiled size is known, and else about ``rows // number of cores``.
-            Can be set. Setting one of these unloads the model, and the next call loads it again.
+        num_workers: The number of lanes, by default 2 per core. Each lane serves one core. If you
+            set it, the model is unloaded, and the next call loads it again.
+        split_size: The largest number of rows that a core gets at once. By default None: whole
+            inferences if the compiled size is known, and else about ``rows // number of cores``. If
+            you set it, the model is unloaded, and the next call loads it again.
         dim: The given dim.
 
     Raises:
@@ -102,11 +103,12 @@ class DataParallel(torch.nn.Module):
         self._num_workers = LANES_PER_CORE * len(self._cores)
         self._split_size: int | None = None
         self._wants_dynamic = set_dynamic_batching
-        # Of `_session`: threads that call at the same time load the model once. No method takes it
-        # twice. It is reentrant for a signal handler that calls `close` while its thread loads
+        # Protects `_session`: threads that call at the same time load the model once. Reentrant,
+        # because a signal handler may call `close` while its thread loads the model
         self._changing = threading.RLock()
         self.module = model
         self._session: CoreSession | None = None
+        # Opened here, so that errors of the model come from the constructor
         why_fixed = self._open_session().placement.why_fixed
         if set_dynamic_batching and why_fixed is not None:
             warn_caller(
@@ -148,6 +150,7 @@ class DataParallel(torch.nn.Module):
         if self._wants_dynamic:
             self._wants_dynamic = False
             self.close()
+        # Opened here, so that errors of the model come from this method
         self._open_session()
 
     def close(self) -> None:
@@ -157,7 +160,8 @@ class DataParallel(torch.nn.Module):
         """
         with self._changing:
             session, self._session = self._session, None
-        if session is not None:  # without the lock, which a lane may need before it ends
+        # Closed without the lock, which a lane may need before it ends
+        if session is not None:
             session.close()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -171,12 +175,12 @@ class DataParallel(torch.nn.Module):
             GatherError: If the outputs cannot be joined.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
-            # A plain call, because another thread has closed the session, comes here again and
-            # opens a new one.
+            # If another thread closes the session meanwhile, the session calls its entry plainly.
+            # The entry is this method, which then opens a new session
             return self._open_session().call(Entry(self.forward), inputs, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy loads its own replicas and starts its own lanes at its first call.
+        # A copy loads its own replicas and starts its own lanes at its first call
         own = ("_session", "_changing")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
@@ -185,7 +189,7 @@ class DataParallel(torch.nn.Module):
         super().__setstate__({**state, **fresh})  # type: ignore[no-untyped-call]
 
     def _open_session(self) -> CoreSession:
-        """Return the session for the current attributes; in a forked child, one of its own."""
+        """Return the session for the current attributes. A forked child opens its own."""
         with self._changing:
             if self._session is None or not self._session.lanes.is_alive:
                 self._session = self._new_session()
@@ -212,7 +216,11 @@ class DataParallel(torch.nn.Module):
 
 
 def _at_least_one(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < 1:
+    """Return the value as an int. Refuse a value that is not an integer of at least 1."""
+    # Integers of other packages, such as numpy's, have `__index__`. A bool has it too
+    is_integer = isinstance(value, SupportsIndex) and not isinstance(value, bool)
+    number: int = value.__index__() if is_integer else 0
+    if number < 1:
         msg = f"{name}={value!r} is not a valid number. Use an integer of at least 1"
         raise ShardError(msg)
-    return value.__index__()
+    return number

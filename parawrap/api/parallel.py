@@ -36,7 +36,7 @@ from parawrap.api._check_arguments import (
     parameters_of,
     refuse_options_on_cores,
 )
-from parawrap.api._map_and_submit import MapAndSubmit
+from parawrap.api._map_and_submit import MapAndSubmit, OpenMethod
 from parawrap.backends import DeviceLike, Devices, names_cores, resolve_device, resolve_devices
 from parawrap.engine.call import Entry
 from parawrap.engine.cut import Cutter
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from parawrap.neuroncores import NeuronCore
     from parawrap.workers import WorkerSession
 
+# Calls of such functions return before their body has run
 _RUN_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 P = ParamSpec("P")
@@ -160,7 +161,7 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         (True, (3, 2))
     """
 
-    # Until the end of `__init__`: `__del__` does not warn of a block that `__init__` refused
+    # True until the end of `__init__`: `__del__` does not warn of a block that `__init__` refused
     _was_used = True
 
     def __init__(
@@ -180,6 +181,7 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         workers: Literal["thread", "process"] = "thread",
         retries: int = 1,
     ) -> None:
+        # Check
         check_target(target)
         check_methods(target, methods)
         check_integer("dim", dim, "the dim that the rows lie on, such as 0")
@@ -189,21 +191,24 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         on_cores = not is_platform(devices) and names_cores(devices)
         if on_cores:
             refuse_options_on_cores(workers, unit)
-            # Shapes of a compiled model are fixed, so sizes cannot prove the rows
+            # Shapes of a compiled model are fixed: the sizes of shards cannot show which outputs
+            # have rows
             if out_dims is UNDECLARED:
                 out_dims = dim
         parameters = parameters_of(target, methods)
         in_dims = check_in_dims(in_dims, parameters.values(), target)
         rules = JoinRules(dim, out_dims, reduce, join, pad_value)
         output = None if output_device is None else resolve_device(output_device)
+
+        # Plan
         sizes: Sizes = sizes_of_block(unit, are_uneven=rules.needs_proof)
         if on_cores:
             plan = _plan_on_cores(target, devices, dim)
         else:
             plan = _plan_on_devices(target, devices, workers, retries, sizes)
         self._devices = plan.devices
-        # A call with a shard that is much larger than a balanced one gets a hint to declare
-        # out_dims=dim. The hint would be wrong for a block with rows of outputs on another dim
+        # A call with a shard that is much larger than a balanced shard gets a hint to declare
+        # out_dims=dim. The hint would be wrong for outputs that have their rows on another dim
         has_rows_on_dim = all(
             each is UNDECLARED or each == dim for each in entries_of(rules.out_dims)
         )
@@ -213,18 +218,20 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         self._new_session = partial(
             plan.open_session, cutters=cutters, rules=rules, output_device=output
         )
+
+        # The state of a block that is not open
         self.target = target
         self._methods = tuple(dict.fromkeys(methods))
         # The stubs that make the methods parallel in place; None if the target is not a module
         self._in_place = (
             PatchedMethods(target, self._methods) if isinstance(target, torch.nn.Module) else None
         )
-        # Of the session, the depth, and the stubs in the module. Reentrant, because `__exit__` has
-        # it around `_leave`. Sessions are closed without it: see `_detach_session`
+        # Protects the session, the depth, and the stubs in the module. Reentrant: `__exit__` calls
+        # `_leave` with the lock held. Sessions are closed without the lock: see `_detach_session`
         self._lock = threading.RLock()
         self._session: Session | WorkerSession | None = None
         self._last: Session | WorkerSession | None = None  # for stats() after the block
-        self._depth = 0  # of `with` blocks and calls that are open, in all threads
+        self._depth = 0  # the number of `with` blocks and calls that are open, in all threads
         self._closed = False
         self._was_used = False
 
@@ -238,7 +245,7 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
     @property
     def devices(self) -> tuple[torch.device, ...] | tuple[NeuronCore, ...]:
         """The device of each lane, or the NeuronCores of a block on NeuronCores."""
-        self._was_used = True  # a look at the devices is an effect
+        self._was_used = True  # a block made only to read its devices has had its use
         return self._devices
 
     def __repr__(self) -> str:
@@ -269,8 +276,8 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
                     session.cancel()
                 session.close()
         except BaseException:
-            # After Ctrl-C in the middle, the model must not stay parallel. `close` does nothing
-            # twice
+            # After Ctrl-C in the middle, the model must not stay parallel. What is closed already,
+            # `close` leaves as it is
             self.close()
             raise
 
@@ -313,7 +320,7 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         """Return one of the methods that `methods` names, with its own call, `map`, and `submit`.
 
         Raises:
-            ShardError: If `methods` does not name it.
+            ShardError: If `methods` does not name it, or the target is not a module.
 
         Example:
             >>> import torch
@@ -327,17 +334,17 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
             >>> [tuple(output.shape) for output in outputs]
             [(2, 2), (2, 2)]
         """
-        if self._in_place is None or name not in self._methods:
-            if self._in_place is None:
-                msg = (
-                    f"{name!r} is not a method of the target, which is not a module. Call, map, "
-                    "or submit the block itself"
-                )
-            else:
-                msg = (
-                    f"methods={self._methods!r} does not name {name!r}. Name it in parallel(..., "
-                    f"methods=(..., {name!r}))"
-                )
+        if self._in_place is None:
+            msg = (
+                f"{name!r} is not a method of the target, which is not a module. Call, map, or "
+                "submit the block itself"
+            )
+            raise ShardError(msg)
+        if name not in self._methods:
+            msg = (
+                f"methods={self._methods!r} does not name {name!r}. Name it in parallel(..., "
+                f"methods=(..., {name!r}))"
+            )
             raise ShardError(msg)
         return ParallelMethod(self, name)
 
@@ -362,9 +369,20 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         self._open_session().renew()
 
     def stats(self) -> Stats:
-        """Return the counters of the open block, or of the last one if none is open.
+        """Return the counters of the block; after its end, those of its last session.
 
         `print` shows them as a table.
+
+        Raises:
+            SessionError: If the block was closed before its first use.
+
+        Example:
+            >>> import torch
+            >>> from parawrap import parallel
+            >>> with parallel(torch.nn.ReLU(), ["cpu", "cpu"]) as p:
+            ...     _ = p(torch.ones(7, 3))
+            >>> p.stats().shards
+            (4, 3)
         """
         with self._lock:
             if self._session is None and self._last is not None:
@@ -380,21 +398,34 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         Raises:
             ShardError: If no file can be written at `path`, or its name does not end with .html or
                 .json.
+            SessionError: If the block is closed.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from pathlib import Path
+            >>> from parawrap import parallel
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> page = Path(folder.name, "lanes.html")
+            >>> with parallel(torch.nn.ReLU(), ["cpu", "cpu"]) as p, p.trace(page) as trace:
+            ...     _ = p(torch.ones(7, 3))
+            >>> page.exists(), len(trace.spans) > 1
+            (True, True)
+            >>> folder.cleanup()
         """
         return self._open_session().trace(path)
 
-    def _open_method(self, name: str | None = None) -> tuple[Session | WorkerSession, Entry, str]:
-        """Return the session, the entry of a method, by default of the only one, and its name."""
+    def _open_method(self, name: str | None = None) -> OpenMethod:
+        """Open the session, and return a method; by default the only one that `methods` names."""
         session = self._open_session()
-        of_target = _name_of(self.target)
+        owner = _name_of(self.target)
         if self._in_place is None:
-            return session, Entry(self.target), of_target
+            return OpenMethod(session, Entry(self.target), owner)
         if name is None:
             name = self._only_method()
-        if name == "forward":  # the call of the module itself runs its hooks
-            return session, Entry(self.target), f"{of_target}.forward"
+        if name == "forward":  # only the call of the module itself runs its hooks
+            return OpenMethod(session, Entry(self.target), f"{owner}.forward")
         call = partial(_call_named, self.target, name)
-        return session, Entry(call, name), f"{of_target}.{name}"
+        return OpenMethod(session, Entry(call, name), f"{owner}.{name}")
 
     def _only_method(self) -> str:
         name, *others = self._methods
@@ -404,19 +435,21 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         return name
 
     def _call_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method as inside the block: the module is parallel until the call ends."""
         self._open_session()  # refuses a closed block, which `_enter` would open again
         self._enter()
         try:
-            if name == "forward":  # the call of the module itself runs its hooks
+            if name == "forward":  # only the call of the module itself runs its hooks
                 return self.target(*args, **kwargs)
             return _call_named(self.target, name, *args, **kwargs)
         finally:
             self._leave()
 
     def _detach_session(self) -> Session | WorkerSession | None:
-        """Detach the session and return it.
+        """Mark the block as closed, and hand its session over to the caller, who closes it.
 
-        Close it without holding the lock: lanes may still be running.
+        The caller holds the lock here, but not while it closes the session: a lane that still runs
+        may need the lock.
         """
         session, self._session = self._session, None
         self._closed = True
@@ -425,7 +458,7 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         return session
 
     def _open_session(self) -> Session | WorkerSession:
-        """Return the session; open it on first use."""
+        """Return the session, which opens on first use. Refuse a block that is closed."""
         with self._lock:
             if self._session is None and self._closed:
                 msg = f"{self!r} is closed. Use it inside its `with` block, or make a new one"
@@ -433,30 +466,34 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
             return self._open()
 
     def _open(self) -> Session | WorkerSession:
+        """Return the session; open one if there is none. The caller holds the lock."""
         if self._session is None:
             self._was_used = True
             self._session = self._new_session()
         return self._session
 
     def _enter(self) -> None:
-        """Open the session, and make the module parallel. Each call needs one of `_leave`."""
+        """Open the session, and make the module parallel. `_leave` ends what this method begins."""
         with self._lock:
             session = self._open()
             if self._depth == 0 and self._in_place is not None:
                 try:
                     self._in_place.install(session)
-                except BaseException:  # Ctrl-C, after some of the methods have their stubs
+                except BaseException:  # after Ctrl-C, some of the methods may have their stubs
                     self._in_place.uninstall()
                     raise
             self._depth += 1
 
     def _leave(self) -> None:
+        """Undo one `_enter`. The last one restores the module."""
         with self._lock:
             if self._depth == 1 and self._in_place is not None:
                 self._in_place.uninstall()
-            self._depth = max(0, self._depth - 1)  # `close` in the block has set it to 0
+            # It is 0 already if the block was closed inside its `with` statement
+            self._depth = max(0, self._depth - 1)
 
     def _decorate(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Return the function with a block around each of its calls."""
         self._was_used = True
         if any(runs_later(function) for runs_later in _RUN_LATER):
             name = function.__qualname__
@@ -478,7 +515,7 @@ class _SessionPlan(NamedTuple):
 
     Attributes:
         devices: The device of each lane, or the NeuronCores.
-        open_session: Opens a session on them.
+        open_session: Opens a session on the devices.
         sizes: Chooses the sizes of the shards of a call.
     """
 
@@ -492,7 +529,7 @@ def _plan_on_devices(
 ) -> _SessionPlan:
     """Plan lanes in threads, in processes of this machine, or on Ray."""
     if is_platform(devices):
-        # Imported here: blocks in threads need no module of launches
+        # Imported here, because blocks in threads need no module of launches
         from parawrap.workers import WorkerSession, devices_of
 
         open_session = partial(WorkerSession, target, devices, retries=retries)
@@ -508,7 +545,7 @@ def _plan_on_devices(
 
 def _plan_on_cores(target: Any, devices: object, dim: int) -> _SessionPlan:
     """Plan lanes on NeuronCores. The compiled model decides the sizes of shards."""
-    # Imported here: only these blocks need a runtime of NeuronCores
+    # Imported here, because other blocks need no runtime of NeuronCores
     from parawrap.neuroncores import CoreSession, Placement, resolve_cores, runtime
 
     cores = resolve_cores(devices, runtime().core_count())
@@ -517,7 +554,10 @@ def _plan_on_cores(target: Any, devices: object, dim: int) -> _SessionPlan:
 
 
 class ParallelMethod(MapAndSubmit):
-    """One method of the model of a block, as `Parallel.method` returns it."""
+    """One method of the model of a block, as `Parallel.method` returns it.
+
+    It is usable as long as its block, and as thread-safe.
+    """
 
     def __init__(self, block: Parallel[Any], name: str) -> None:
         self._block = block
@@ -530,7 +570,7 @@ class ParallelMethod(MapAndSubmit):
     def __repr__(self) -> str:
         return f"{self._block!r}.method({self._name!r})"
 
-    def _open_method(self) -> tuple[Session | WorkerSession, Entry, str]:
+    def _open_method(self) -> OpenMethod:
         return self._block._open_method(self._name)
 
 
@@ -539,7 +579,7 @@ def _name_of(target: Any) -> str:
     if isinstance(target, partial):
         return f"partial of {_name_of(target.func)}"
     named = target if hasattr(target, "__qualname__") else type(target)
-    # A method of a C class, such as torch.Tensor.neg, has none
+    # A method of a C class, such as torch.Tensor.neg, has no module
     module = getattr(named, "__module__", None)
     return f"{module}.{named.__qualname__}"
 

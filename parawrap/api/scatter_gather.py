@@ -43,6 +43,7 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> Any
         ShardError: If the row counts of tensors disagree, or an object of an unknown class holds
             tensors.
         DeviceListError: If `target_gpus` is empty.
+        DeviceUnavailableError: If this machine does not have a device.
 
     Example:
         >>> import torch
@@ -73,7 +74,7 @@ def scatter_kwargs(
         device, and a call without arguments has one part.
 
     Raises:
-        ShardError, DeviceListError: As for `scatter`.
+        ShardError, DeviceListError, DeviceUnavailableError: As for `scatter`.
 
     Example:
         >>> import torch
@@ -87,18 +88,13 @@ def scatter_kwargs(
         raise DeviceListError(msg)
     # As in torch: tensors in a list are cut, and a list of other values goes to every device
     cutter = Cutter(dim, lists_are_shared=True)
-    args: tuple[Any, ...] = (inputs,)
-    if inputs is None:
-        args = ()
-    elif isinstance(inputs, (tuple, list)):
-        args = tuple(inputs)
+    args = () if inputs is None else _positional(inputs)
     flat = cutter.flatten(args, kwargs or {})
     plan = cutter.plan(flat, len(devices))
-    # A batch of 0 rows has leaves with rows too, and a single row, which goes whole, has none
+    # The plan of a batch of 0 rows cuts leaves. The plan of a single row has a row, but cuts none
     has_rows = plan.rows > 0 or any(cut_on is not None for cut_on in plan.dims)
     has_arguments = bool(args or kwargs)
-    # Without rows, the plan has one size, 0, and cuts nothing. As in torch, the values go to every
-    # device
+    # Without rows, the plan has one shard, of size 0. As in torch, every device gets the values
     if has_arguments and not has_rows:
         shards = [plan.scatter(flat, [device])[0] for device in devices]
     else:
@@ -115,8 +111,14 @@ def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -
     device is the module's, the first replica has the module's own buffers. Other changes of
     replicas do not reach the module.
 
+    Args:
+        network: The module.
+        devices: The device of each replica: indices, strings, or torch devices; -1 is the CPU.
+        detach: Cut the gradients of copies on other devices.
+
     Raises:
         ReplicaError: If the module cannot be copied.
+        DeviceUnavailableError: If this machine does not have a device.
 
     Example:
         >>> import torch
@@ -130,10 +132,11 @@ def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -
         return []
     made = Replicas(network, places, CopyOptions(detach=detach, shares_hooks=True))
     made.refresh()
-    if not made.state.replicas:  # a parameter has no shape yet
+    if not made.state.replicas:  # as long as a lazy parameter has no shape
         msg = "the module has lazy parameters without a shape. Call it once, and replicate it then"
         raise ReplicaError(msg)
-    made.share_buffers()  # of the first replica: as in torch, its calls update the module
+    # As in torch, calls of the first replica update the buffers of the module
+    made.share_buffers()
     return [replica.target for replica in made.state.replicas]
 
 
@@ -170,10 +173,10 @@ def parallel_apply(
     if not calls:
         return []
     given = [None] * len(calls) if devices is None else devices
-    places = []
-    for device, call in zip(given, calls, strict=True):
-        place = _device_of_first(call.args) if device is None else device_named(device)
-        places.append(place)
+    places = [
+        _device_of_first(call.args) if device is None else device_named(device)
+        for device, call in zip(given, calls, strict=True)
+    ]
     leaves, _ = flatten([(call.args, call.keywords) for call in calls])
     lanes = Lanes(places)
     try:
@@ -213,9 +216,14 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
 def gather_shards(
     outputs: Sequence[Any], rows: Sequence[int] | None, target_device: DeviceLike, dim: int
 ) -> Any:
-    """Join the outputs of shards. Their rows show which lists have one item per row.
+    """Join the outputs of shards.
 
-    `rows` is None if they are not known.
+    Args:
+        outputs: One output per shard.
+        rows: The number of rows of each shard, which shows the lists with one item per row. None if
+            it is not known.
+        target_device: The device of the result.
+        dim: The dim that the rows lie on.
     """
     outputs = list(outputs)
     device = device_named(target_device)
@@ -223,17 +231,20 @@ def gather_shards(
         msg = "gather got no outputs. Give one output per device"
         raise GatherError(msg)
 
-    # A block looks up which outputs are arguments of the call, and joins those differently. Here
-    # no arguments are known: each output is a part, also if several outputs are one object
-    def find_no_original(_part: object) -> None:
-        """Return no argument of the call."""
+    # A block looks up arguments among the outputs with one function per shard, and returns an
+    # argument once. Without the functions, `join` takes an object that all shards returned for an
+    # argument. These find none: such an object is joined like other outputs, as in torch
+    def find_no_argument(_output: object) -> None: ...
 
-    finder_of_each = [find_no_original] * len(outputs)
-    return join(outputs, rows, torch_rules(dim), device, lambda: finder_of_each)
+    finders = [find_no_argument] * len(outputs)
+    return join(outputs, rows, torch_rules(dim), device, lambda: finders)
 
 
 def _warn_of_vector(values: torch.Tensor) -> torch.Tensor:
-    """Return the vector of the shards' 0-d outputs, as torch and torch_neuronx do, and warn."""
+    """Return the vector of the shards' 0-d outputs, as torch and torch_neuronx do, and warn.
+
+    As a `reduce` function of `JoinRules`, it gets the vector.
+    """
     warn_caller(
         "the module returned 0-d tensors. Like torch.nn.DataParallel, parawrap joins them into a "
         'vector with one value per shard. For their mean, use parallel(module, reduce="mean")'
@@ -242,15 +253,16 @@ def _warn_of_vector(values: torch.Tensor) -> torch.Tensor:
 
 
 torch_rules = partial(JoinRules, reduce=_warn_of_vector, as_torch=True)
-"""The rules for a dim by which torch.nn.DataParallel and torch_neuronx join outputs."""
+"""Makes the rules by which torch.nn.DataParallel and torch_neuronx join outputs, for a dim."""
 
 
 def as_calls(
     modules: Sequence[Any], inputs: Sequence[Any], kwargs: Any, devices: Any = None
 ) -> list[partial[Any]]:
-    """Return the calls of `parallel_apply`.
+    """Return the calls of `parallel_apply`, which has the same arguments.
 
-    An input that is not a tuple or list is the only argument of its call.
+    Raises:
+        ShardError: If the numbers of the arguments differ.
     """
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
     counts = {
@@ -266,9 +278,13 @@ def as_calls(
         raise ShardError(msg)
     calls = []
     for module, given, named in zip(modules, inputs, kwargs, strict=True):
-        args = given if isinstance(given, tuple | list) else (given,)
-        calls.append(partial(module, *args, **named))
+        calls.append(partial(module, *_positional(given), **named))
     return calls
+
+
+def _positional(inputs: Any) -> tuple[Any, ...]:
+    """Return positional arguments that are given as a tuple or list, or as a single argument."""
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
 
 
 def device_named(device: Any) -> torch.device:
@@ -278,5 +294,7 @@ def device_named(device: Any) -> torch.device:
 
 def _device_of_first(args: Sequence[Any]) -> torch.device:
     """Return the device of the first argument that has one, or the CPU."""
-    devices = map(device_of, args)
-    return next((device for device in devices if device is not None), _CPU)
+    for device in map(device_of, args):
+        if device is not None:
+            return device
+    return _CPU

@@ -36,6 +36,9 @@ from parawrap.launch import (
 
 R = TypeVar("R", covariant=True)
 
+# Waits for one launch, and returns its results
+_Wait = Callable[[], RankResults[Any]]
+
 _log = logging.getLogger("parawrap.launch")
 
 
@@ -138,8 +141,7 @@ def _launch_each(
     if not jobs:
         return
     platform = jobs[0].platform
-    # Each function waits for one launch, and returns its results
-    waits: deque[Callable[[], RankResults[Any]]]
+    waits: deque[_Wait]
     cancel: Callable[[], None]
     queue: _Queue | None = None
     array = launch_array(jobs, max_parallel)
@@ -171,7 +173,7 @@ def _launch_each(
 
 
 def _wait_in_order(
-    waits: deque[Callable[[], RankResults[Any]]], *, runs_here: bool
+    waits: deque[_Wait], *, runs_here: bool
 ) -> Iterator[RankResults[Any] | Exception]:
     # A function of its own: on Python 3.13, Ctrl-C at the end of a round of a `while` that stands
     # directly in a `try` leaves out its `finally`. Each function leaves the deque before its call:
@@ -228,9 +230,7 @@ def _describe(share: Share) -> str:
     return f"{', '.join(devices)}; {threads}"
 
 
-def _outcome(
-    wait: Callable[[], RankResults[Any]], *, runs_here: bool
-) -> RankResults[Any] | Exception:
+def _outcome(wait: _Wait, *, runs_here: bool) -> RankResults[Any] | Exception:
     """Return the results, or the exception without frames of parawrap.
 
     The notes of the exception show where the rank raised it.

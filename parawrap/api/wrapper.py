@@ -49,18 +49,20 @@ T = TypeVar("T")
 class Launchable(Decorated, Generic[P, R]):
     """A function or bound method decorated with ``@wrapper(platform)``.
 
-    It has no state and is thread-safe.
+    It has no state that changes, and is thread-safe.
     """
 
     @property
     def platform(self) -> Platform:
         """The platform of the decorator."""
-        platform: Platform = self._setting  # of `Decorated`: what the decorator was given
+        platform: Platform = self._setting  # the argument of the decorator
         return platform
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
         """Run the function once per rank, wait, and return the value of each rank."""
-        return _check_and_run(self._job(args, kwargs))
+        job = self._job(args, kwargs)
+        _check(job)
+        return run_job(job)
 
     def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Launch[R]:
         """Start the ranks and return a handle without waiting."""
@@ -68,22 +70,22 @@ class Launchable(Decorated, Generic[P, R]):
         _check(job)
         try:
             return launch(job)
-        except BaseException:  # Ctrl-C before the caller has the handle
+        except BaseException:  # after Ctrl-C, the caller has no handle to cancel the launch
             cancel_runs(running(job))
             raise
 
     def map(self, configs: Iterable[Any], /, *, max_parallel: int | None = None) -> Sweep[R]:
         """Launch ``function(item)`` once per item, and yield the results of each launch in order.
 
-        If a launch fails, the iterator yields its exception in place of its results and continues.
+        If a launch fails, the iterator yields its exception in place of results, and continues.
 
         Args:
             configs: The items. All are read before the first launch.
             max_parallel: The number of launches that run at the same time. By default one on this
                 machine, and all of them on a cluster. On Slurm, the launches form one job array. On
-                this machine, each launch that runs has accelerators of its own, or on the CPU cores
-                of its own; the next one gets those that became free. ``map(...).dry_run()`` shows
-                them.
+                this machine, launches that run at the same time have different accelerators, or on
+                the CPU different cores. The next launch gets those of a launch that has ended.
+                ``map(...).dry_run()`` shows them.
 
         Raises:
             ValueError: If `max_parallel` is not an int of 1 or more.
@@ -105,8 +107,7 @@ class Launchable(Decorated, Generic[P, R]):
         for number, config in enumerate(configs):
             job = self._job((config,), {})
             jobs.append(replace(job, number=number))
-        # All of them, before the first launch
-        for job in jobs:
+            # Checked before the first launch: a wrong item costs no work
             try:
                 _check(job)
             except TypeError as error:
@@ -120,13 +121,24 @@ class Launchable(Decorated, Generic[P, R]):
         return Sweep(jobs, max_parallel)
 
     def dry_run(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
-        """Describe the launch without starting it: its ranks, and on Slurm the script."""
+        """Describe the launch without starting it: its ranks, and on Slurm the script.
+
+        Raises:
+            UnsendableError: If the function or an argument cannot be sent.
+
+        >>> from parawrap import Platform, wrapper
+        >>> train = wrapper(Platform(device="cpu", n_cpus=1))(print)
+        >>> print(train.dry_run("hello"))
+        print on launcher 'local': 1 process on this machine, forked from one with torch loaded
+        ...
+        rank 0: node 0, local rank 0, cpu
+        """
         return preview(self._job(args, kwargs))
 
     def inline(self, /, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
         """Run the function in this process as rank 0 of 1, for use with a debugger."""
         job = self._job(args, kwargs)
-        # Not `_check`: the function is called here, which raises the error of a wrong signature
+        # Without `_check`: the call of the function itself raises the error of wrong arguments
         _refuse_in_a_rank(job)
         return run_inline(job)
 
@@ -145,21 +157,23 @@ class Launchable(Decorated, Generic[P, R]):
         return f"<{name} on {ranks} of {self.platform.device}>"
 
     def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
-        """Return one call.
+        """Return the job of one call.
 
-        A method is sent as its function and its object, because a rank would decorate it again.
+        A bound method is sent as its function and its object. By its name, a rank would find the
+        decorated method, and launch again.
         """
         function: Any = self.__wrapped__
         bound_to: tuple[Any, ...] = ()
         if isinstance(function, types.MethodType):
-            function, bound_to = function.__func__, (function.__self__,)
-        # Only the decorated function in the class can be looked up by its name
+            bound_to = (function.__self__,)
+            function = function.__func__
+        # Of a bound method, only the decorated function in the class has a name that leads to it
         stand_in = _Undecorated.of(self._defined or self)
         return Job(self.platform, function, args, kwargs, sent_as=stand_in, bound_to=bound_to)
 
 
 class _Undecorated:
-    """A stand-in for the function inside a global decorated one. It unpickles as that function.
+    """A stand-in for the function inside a global decorated function. It unpickles as the former.
 
     Pickled by value, the function would take along every global that it uses, such as locks and
     open files.
@@ -175,7 +189,7 @@ class _Undecorated:
         The function is then sent by value.
         """
         module = decorated.__module__
-        # The __main__ of a rank is another script
+        # In a rank, __main__ is another script
         if module == "__main__" or not is_global(decorated):
             return None
         # The user may have told cloudpickle to send the module by value
@@ -188,11 +202,13 @@ class _Undecorated:
 
 
 def _look_up_undecorated(module: str, qualname: str) -> Any:
-    bare = look_up(module, qualname).__wrapped__
-    return getattr(bare, "__func__", bare)  # the function of a classmethod or staticmethod
+    """Return the function inside the decorated function with this name."""
+    wrapped = look_up(module, qualname).__wrapped__
+    return getattr(wrapped, "__func__", wrapped)  # the function of a classmethod or staticmethod
 
 
-# For ranks that stay: they run decorated functions too, and `launch` does not import this module
+# Ranks that stay run decorated functions too. `launch`, which must not import this module, looks up
+# here how a call of one becomes a job
 DECORATED[Launchable] = Launchable._job
 
 
@@ -243,7 +259,8 @@ def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
     _check_platform(platform, "wrapper")
 
     def decorate(function: Callable[P, T]) -> Launchable[P, T]:
-        bare = getattr(function, "__func__", function)  # of a classmethod or staticmethod
+        # The function of a classmethod or staticmethod
+        bare = getattr(function, "__func__", function)
         check_function(bare, "wrapper cannot decorate")
         if isinstance(bare, Launchable):
             name = getattr(bare.__wrapped__, "__qualname__", "function")
@@ -259,7 +276,7 @@ def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
 
 @public
 class Wrapper:
-    """Launcher of tasks that receive their rank as arguments. Immutable and thread-safe.
+    """Launcher of functions that get their rank as arguments. Immutable and thread-safe.
 
     Args:
         platform: The devices, the number of ranks, and the launcher.
@@ -290,8 +307,9 @@ class Wrapper:
         """Run the task once per rank, and return the value of each rank.
 
         Args:
-            task: The function to run. Its fourth argument is `args`, or None without `args`.
-            args: A tuple for the task.
+            task: The function to run. It gets the global rank, the local rank, the process group
+                (None without one), and `args`.
+            args: A tuple for the task, or None.
 
         Raises:
             TypeError: If `task` is not callable, or `args` is neither a tuple nor a list.
@@ -307,13 +325,14 @@ class Wrapper:
         job = Job(self.platform, _as_function(task, has_args=args is not None), tuple(args or ()))
         _refuse_in_a_rank(job, f"{job.name}(...)")
         check_signature(task, (0, 0, None, args), {})
-        return _check_and_run(job)
+        return run_job(job)
 
 
 def _as_function(task: Callable[..., T], *, has_args: bool) -> Callable[..., T]:
-    """Return a function that takes the items of `args` and calls the task.
+    """Return a function that takes the items of `args` as its arguments, and calls the task.
 
-    The items are arguments of the function, so that errors name the one that cannot be sent.
+    The items are arguments of the function, so that an error names the item that cannot be sent.
+    Without `has_args`, the task gets None.
     """
 
     def run(*args: Any) -> T:
@@ -324,11 +343,6 @@ def _as_function(task: Callable[..., T], *, has_args: bool) -> Callable[..., T]:
     return run
 
 
-def _check_and_run(job: Job) -> RankResults[Any]:
-    _check(job)
-    return run_job(job)
-
-
 def _check(job: Job) -> None:
     """Raise if a call cannot succeed, before any rank starts."""
     _refuse_in_a_rank(job)
@@ -336,9 +350,10 @@ def _check(job: Job) -> None:
 
 
 def _refuse_in_a_rank(job: Job, plain_call: str | None = None) -> None:
-    """Raise if a rank launches a job.
+    """Raise if a rank, or a child of multiprocessing that starts, launches a job.
 
-    `plain_call` is the code that runs its function in the rank.
+    `plain_call` is the code that runs the function in the rank; by default, of a decorated
+    function.
     """
     if imports_main():
         msg = (
@@ -349,18 +364,19 @@ def _refuse_in_a_rank(job: Job, plain_call: str | None = None) -> None:
         raise LaunchError(msg)
     if inside_a_rank():
         rank = current_rank()
+        call = plain_call or f"{job.name}.__wrapped__(...)"
         msg = (
             f"{job.name} was launched within rank {rank.global_rank} of {rank.world_size}: a rank "
-            f"cannot launch ranks. Call {plain_call or f'{job.name}.__wrapped__(...)'} to run it "
-            "in this rank only"
+            f"cannot launch ranks. Call {call} to run it in this rank only"
         )
         raise LaunchError(msg)
 
 
 def _check_port(platform: Platform, max_parallel: int | None) -> None:
     """Refuse one port for several launches that run on this machine at the same time."""
-    is_parallel = max_parallel is not None and max_parallel > 1
-    if is_parallel and platform.master_port and launcher_name(platform) == "local":
+    if max_parallel in (None, 1) or launcher_name(platform) != "local":
+        return
+    if platform.master_port:
         msg = (
             f"master_port={platform.master_port}: each of max_parallel={max_parallel} launches "
             "needs a port of its own. Leave master_port out, or use max_parallel=1"
@@ -369,6 +385,7 @@ def _check_port(platform: Platform, max_parallel: int | None) -> None:
 
 
 def _check_platform(platform: object, caller: str) -> None:
+    """Refuse a decorator or class that got another value than a platform."""
     if not isinstance(platform, Platform):
         cure = f"Write {caller}(Platform(device=...))"
         msg = f"{caller} got {platform!r} instead of a platform. {cure}"
