@@ -256,8 +256,9 @@ def _make_page(timeline: Timeline) -> str:
     for track, gaps in enumerate(timeline.gaps()):
         shown = None  # the page shows no idle time of this track
         if track not in timeline.without_idle:
-            from_began = [(gap.start - began, gap.end - began) for gap in gaps]
-            shown = [(start / _NS_PER_US, end / _NS_PER_US) for start, end in from_began]
+            shown = [
+                ((gap.start - began) / _NS_PER_US, (gap.end - began) / _NS_PER_US) for gap in gaps
+            ]
         tracks.append({"label": timeline.tracks[track], "gaps": shown})
     # The script of the page reads these fields by their positions
     spans = [
