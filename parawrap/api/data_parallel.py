@@ -68,8 +68,11 @@ def submodule(module: Any, name: str) -> Any:
         return None
 
 
-class _Engine(NamedTuple):
-    """The session of a `DataParallel`, and the settings that it was made for."""
+class _OpenSession(NamedTuple):
+    """The session of a `DataParallel`, and the settings that it was made for.
+
+    They are one object, so that both are read, and replaced, in one step.
+    """
 
     settings: tuple[Any, ...]
     session: Session
@@ -122,7 +125,7 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         (torch.Size([30, 5]), ['module.weight', 'module.bias'])
     """
 
-    _engine: _Engine | None = None
+    _opened: _OpenSession | None = None
 
     def __init__(
         self,
@@ -151,14 +154,14 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
     def close(self) -> None:
         """End the lanes and free the replicas. The next call starts them again."""
         with self._changing:
-            engine, self._engine = self._engine, None
+            opened, self._opened = self._opened, None
         # Closed without the lock, so that another thread may call meanwhile, in lanes of its own
-        if engine is not None:
-            engine.session.close()
+        if opened is not None:
+            opened.session.close()
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and unpickled instances start their own lanes
-        own = ("_engine", "_changing")
+        own = ("_opened", "_changing")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -259,17 +262,17 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         """Return the session for the current `module`, `dim`, and `device_ids`."""
         module = self.module
         settings = (self.dim, tuple(self.device_ids))
-        # Read without the lock: an `_Engine` is complete before it is stored, and never changes
-        engine = self._engine
-        if engine and engine.session.target is module and engine.settings == settings:
-            return engine.session
+        # Read without the lock: an `_OpenSession` is complete when it is stored, and never changes
+        opened = self._opened
+        if opened and opened.session.target is module and opened.settings == settings:
+            return opened.session
         with self._changing:
-            engine = self._engine  # another thread may have made it meanwhile
-            if engine and engine.session.target is module and engine.settings == settings:
-                return engine.session
+            opened = self._opened  # another thread may have opened it meanwhile
+            if opened and opened.session.target is module and opened.settings == settings:
+                return opened.session
             self.close()
             session = self._new_session()
-            self._engine = _Engine(settings, session)
+            self._opened = _OpenSession(settings, session)
             return session
 
     def _new_session(self) -> Session:
