@@ -20,16 +20,17 @@ _HOOK = "__init_subclass__"
 
 
 def adapt_class(cls: type, reduced: Any) -> Any:
-    """Return cloudpickle's reduction of a class with what it lacks."""
+    """Return cloudpickle's reduction of a class, with its slots, and without running hooks."""
     if not isinstance(reduced, tuple) or reduced[0] not in (make_class, make_enum):
-        return reduced
+        return reduced  # the class goes by its name, or a reducer of the user made this
     make, args, *rest = reduced
     if make is make_class and "__slots__" in vars(cls):
         _constructor, _name, bases, namespace, *_ = args
-        # NamedTuple has no slots. cloudpickle sets those of others when it is too late.
+        # cloudpickle sets `__slots__` after the class was made, which has no effect. NamedTuple
+        # makes its own
         if NamedTuple not in bases:
             namespace["__slots__"] = vars(cls)["__slots__"]
-    if next(_owners_of_hooks(cls.__bases__), None) is not None:
+    if list(_owners_of_hooks(cls.__bases__)):
         return _make_without_hooks, (make, *args), *rest
     return reduced
 
@@ -37,47 +38,47 @@ def adapt_class(cls: type, reduced: Any) -> Any:
 def _owners_of_hooks(bases: Iterable[Any]) -> Iterator[type]:
     """Yield the classes with an `__init_subclass__` that may run for a new class of these bases.
 
-    A class may come twice.
-
-    The hooks of the standard library, such as Generic's, need no arguments and register nothing.
+    A class may come twice. Hooks of the standard library, such as Generic's, are left out: they
+    need no arguments and register nothing.
     """
     for base in bases:
-        # an original base may be an alias such as Generic[T]
-        for owner in getattr(getattr(base, "__origin__", base), "__mro__", ()):
-            module = str(owner.__module__).partition(".")[0]
-            if _HOOK in vars(owner) and module not in sys.stdlib_module_names:
+        cls = getattr(base, "__origin__", base)  # the base may be an alias such as Generic[T]
+        for owner in getattr(cls, "__mro__", ()):  # an alias of typing may have none
+            package = str(owner.__module__).partition(".")[0]
+            if _HOOK in vars(owner) and package not in sys.stdlib_module_names:
                 yield owner
 
 
-# Two threads that borrow the hook of one base would each give back what the other has set. A fork
-# takes the lock too, so that no child keeps a borrowed hook. It is reentrant, because a metaclass
-# may unpickle another class.
-_borrows_hooks = threading.RLock()
+# Held while the hooks of bases are replaced: two threads that replace the hook of one base would
+# each restore the replacement of the other. A fork takes the lock too, so that no child keeps a
+# replacement. It is reentrant, because a metaclass may unpickle another class.
+_hooks_lock = threading.RLock()
 
 
 def _make_without_hooks(make: Callable[..., type], *args: Any) -> type:
     """Make a class without running `__init_subclass__`.
 
-    The class has run it where it was defined, and what the hook has set in the class follows. The
-    arguments of the class statement, which a hook may require, are not known any more.
+    The hook has run where the class was defined, and attributes that it has set in the class travel
+    with the class. It may require arguments of the class statement, which do not travel.
 
-    Type creation always calls the hook of the next class, so the bases lend theirs for that time.
+    Python always calls the hook when it makes a class. So the bases get a replacement meanwhile.
     """
     if make is make_class:
         _constructor, name, bases, *_ = args
     else:
         bases, name, *_ = args
-    borrowed: list[tuple[type, Any]] = []
-    with _borrows_hooks:
+    borrowed: list[tuple[type, Any]] = []  # the bases and their own hooks
+    with _hooks_lock:
         try:
             for owner in _owners_of_hooks(bases):
                 hook = vars(owner)[_HOOK]
                 try:
-                    # A trial, which changes nothing. Past the metaclass, which may refuse it
+                    # A trial, which changes nothing. By `type`: a metaclass may refuse attributes
                     type.__setattr__(owner, _HOOK, hook)
                 except TypeError:
-                    continue  # a class in C
-                # Before the hook is replaced: Ctrl-C between the two lines does no harm
+                    continue  # a class in C, whose hook cannot be replaced
+                # Noted before the hook is replaced: after Ctrl-C between the two lines, restoring
+                # it changes nothing
                 borrowed.append((owner, hook))
                 type.__setattr__(owner, _HOOK, _stand_in_for(hook, name))
             return make(*args)
@@ -86,11 +87,13 @@ def _make_without_hooks(make: Callable[..., type], *args: Any) -> type:
 
 
 def _stand_in_for(hook: Any, name: str) -> Any:
-    """Return a hook that skips the class that this thread makes, and runs for all others."""
+    """Return a hook that skips the class with this name in this thread, and runs for all others."""
     maker = threading.get_ident()
 
     def __init_subclass__(cls: type, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        if threading.get_ident() != maker or cls.__name__ != name:
+        is_skipped = threading.get_ident() == maker and cls.__name__ == name
+        if not is_skipped:
+            # as Python binds it: a classmethod, but a class may have any callable as its hook
             bound = hook.__get__(None, cls) if hasattr(hook, "__get__") else hook
             bound(*args, **kwargs)
 
@@ -104,7 +107,7 @@ def _give_back(borrowed: list[tuple[type, Any]]) -> None:
         try:
             owner, hook = borrowed[-1]
             type.__setattr__(owner, _HOOK, hook)
-            borrowed.pop()
+            borrowed.pop()  # last: Ctrl-C before this line restores the hook once more
         except BaseException as reason:  # noqa: BLE001 (raised once all are restored)
             error = error or reason
     if error is not None:
@@ -112,22 +115,22 @@ def _give_back(borrowed: list[tuple[type, Any]]) -> None:
 
 
 os.register_at_fork(
-    before=_borrows_hooks.acquire,
-    after_in_parent=_borrows_hooks.release,
-    # by the thread that forked, which has acquired it
-    after_in_child=_borrows_hooks.release,
+    before=_hooks_lock.acquire,
+    after_in_parent=_hooks_lock.release,
+    # the only thread of the child is the one that forked, and has acquired the lock
+    after_in_child=_hooks_lock.release,
 )
 
 
-# -- generic functions
+# -- generic functions: those of functools.singledispatch
 
-_GENERIC: Any = functools.singledispatch(len)
+_GENERIC: Any = functools.singledispatch(len)  # a sample, to recognize others
 _NAMES = ("__module__", "__name__", "__qualname__", "__doc__", "__annotations__")
 
 
 def is_generic(value: Any) -> bool:
     """True for a function that functools.singledispatch returned."""
-    # each is made from the same code
+    # singledispatch makes each from the same code
     return type(value) is types.FunctionType and value.__code__ is _GENERIC.__code__
 
 
@@ -137,18 +140,20 @@ def reduce_generic(function: Any) -> tuple[Any, ...]:
     Its cache has weak references, which cannot be pickled. The implementations may use the function
     itself, so they are state, which is pickled afterwards.
     """
+    # Those of the user: singledispatch makes the others again
     own = {name: value for name, value in vars(function).items() if name not in vars(_GENERIC)}
     own["__wrapped__"] = function.__wrapped__
     names = {name: getattr(function, name) for name in _NAMES}
     state = dict(function.registry), names | own
+    # The six parts of `object.__reduce__`; a function has no items of a list or dict
     return _new_generic, (function.__name__,), state, None, None, _set_generic_state
 
 
 def _new_generic(name: str) -> Any:
     def fallback(*args: Any) -> Any:
-        raise NotImplementedError  # replaced before the first call
+        raise NotImplementedError  # `_set_generic_state` replaces it before the first call
 
-    fallback.__name__ = name  # which singledispatch keeps for its errors
+    fallback.__name__ = name  # singledispatch keeps the name for its errors
     return functools.singledispatch(fallback)
 
 

@@ -6,6 +6,9 @@
                                             └─► answers, unless they are lent
     a caller ──────────── turn_of_caller ─► answers, while they are lent to it
 
+"The answers" are the data wires on which ranks answer. They have a selector of their own, so that
+lending them to the thread of a caller takes one step.
+
 Both threads run timers that are due. All handlers run under `lock`. No wait is without a deadline.
 """
 
@@ -23,7 +26,7 @@ from typing import Any
 from parawrap.processes.wire import Wire
 
 NEVER = float("inf")
-"""A time by the monotonic clock."""
+"""A time of the monotonic clock that does not come."""
 
 _LONGEST_WAIT_S = 3600.0  # selectors reject very long timeouts
 
@@ -33,11 +36,11 @@ Act = Callable[[], object]
 class _Waker:
     """A pipe that ends the wait of a selector. Any thread may call `wake`, also a signal handler.
 
-    The pipe is closed with this object, and not before: a late `wake` must not write into a file
-    that has got the number of a closed one.
+    Nothing closes the pipe before the collector frees this object: a late `wake` must not write
+    into another file that has got the number of a closed one.
     """
 
-    file = _end = -1  # if the pipe cannot be made
+    file = _end = -1  # for `__del__`, if `os.pipe` fails
 
     def __init__(self) -> None:
         self.file, self._end = os.pipe()
@@ -45,7 +48,7 @@ class _Waker:
             os.set_blocking(file, False)
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: the selector will wake
+        with contextlib.suppress(OSError):  # the pipe is full: the selector wakes anyway
             os.write(self._end, b"!")
 
     def clear(self) -> None:
@@ -63,37 +66,40 @@ class Events:
 
     Attributes:
         lock: Held while an event is handled, and by any thread that changes the state of the pool.
-        timers: When each action is due, by the monotonic clock. A bound method is equal to itself,
-            so an action that is set again has one timer, with the new time.
+        timers: When each action is due, by the monotonic clock. Two bound methods of one function
+            and object are equal, so an action that is set again has one timer, with the new time.
+        is_lent: True while a caller reads the answers.
     """
 
     def __init__(self) -> None:
-        # Reentrant: handlers run with it held, and one of them handles the answers, as `turn` does
+        # Reentrant: `_handle_answers` is a handler, and takes it again
         self.lock = threading.RLock()
         self.timers: dict[Act, float] = {}
         self._posted: deque[Act] = deque()
-        # When the thread of the pool ends its wait, at the latest; 0 once it was woken
+        # When the wait of the thread of the pool ends at the latest; 0 once it was woken
         self._wakes_at = 0.0
         self._selector = selectors.DefaultSelector()
-        # epoll and kqueue can be watched themselves
+        # Any: epoll and kqueue have a descriptor, so that the other selector can watch this one
         self._answers: Any = selectors.DefaultSelector()
         self._waker, self._caller_waker = _Waker(), _Waker()
         self._selector.register(self._waker.file, selectors.EVENT_READ, self._run_posted)
         self._answers.register(
             self._caller_waker.file, selectors.EVENT_READ, self._caller_waker.clear
         )
-        self.is_lent = True  # so that this registers the answers: the thread of the pool begins
+        # The thread of the pool reads the answers first
+        self.is_lent = True
         self.take_back()
 
     # Any thread
 
     def post(self, act: Act) -> None:
         """Run an action in the thread of the pool. After `close`, do nothing."""
-        self._posted.append(act)  # before the wake, and in one step of C
+        # In this order: the thread that wakes must find the action. `append` is atomic
+        self._posted.append(act)
         self._waker.wake()
 
     def wake_caller(self) -> None:
-        """End the turn of a caller."""
+        """End the wait of `turn_of_caller`."""
         self._caller_waker.wake()
 
     # Under the lock
@@ -102,35 +108,34 @@ class Events:
         """Wake the thread of the pool if it would sleep past a timer that this thread has set."""
         first_due_at = min(self.timers.values(), default=NEVER)
         if first_due_at < self._wakes_at:
-            self._wakes_at = 0.0  # it is woken once
+            self._wakes_at = 0.0  # no second wake before its next wait
             self._waker.wake()
 
     def watch(self, file: Any, act: Act) -> None:
-        """Call `act` in the thread of the pool when a file is readable."""
-        number = file if isinstance(file, int) else file.fileno()
-        self._selector.register(number, selectors.EVENT_READ, act)
+        """Call `act` in the thread of the pool when a file or wire is readable."""
+        self._selector.register(file, selectors.EVENT_READ, act)
 
     def watch_answers(self, wire: Wire, act: Act) -> None:
         """Call `act` when a wire is readable, in the thread that has the answers."""
-        self._answers.register(wire.fileno(), selectors.EVENT_READ, act)
+        self._answers.register(wire, selectors.EVENT_READ, act)
 
     def forget(self, file: Any) -> None:
-        """Watch a file no more. Call this before the file is closed."""
-        number = file if isinstance(file, int) else file.fileno()
-        self._selector_of(number).unregister(number)
+        """Stop watching a file or wire. Call this before it is closed."""
+        self._selector_of(file).unregister(file)
 
     def update_watch(self, wire: Wire) -> None:
-        """Call the action of a wire also when its socket has room, while something waits for it.
+        """Call the action of a wire also when its socket has room, while the wire has unsent data.
 
         Call this after each change of `has_unsent`.
         """
         number = wire.fileno()
-        if number < 0:
+        if number < 0:  # the wire is closed
             return
         selector = self._selector_of(number)
         key = selector.get_key(number)
         wanted = selectors.EVENT_READ
-        if wire.has_unsent:  # always watched, it would end each wait at once
+        # Only while needed: a socket nearly always has room, which would end each wait at once
+        if wire.has_unsent:
             wanted |= selectors.EVENT_WRITE
         if key.events != wanted:
             selector.modify(number, wanted, key.data)
@@ -142,22 +147,22 @@ class Events:
             self._selector.unregister(self._answers)
 
     def take_back(self) -> None:
-        """Have the thread of the pool read the answers."""
+        """Have the thread of the pool read the answers again."""
         if self.is_lent:
             self.is_lent = False
             self._selector.register(self._answers, selectors.EVENT_READ, self._handle_answers)
 
-    def _selector_of(self, number: int) -> selectors.BaseSelector:
-        return self._answers if number in self._answers.get_map() else self._selector
+    def _selector_of(self, file: Any) -> selectors.BaseSelector:
+        return self._answers if file in self._answers.get_map() else self._selector
 
     # The thread of the pool, and a caller
 
     def turn(self, until: float = NEVER) -> None:
-        """Wait for events until a time, handle them, and do what is due."""
+        """Wait for events until a time, handle them, and run the timers that are due."""
         self._handle(self._selector, until)
 
     def turn_of_caller(self) -> None:
-        """Do the same for the answers alone, in the thread of a caller."""
+        """Wait for answers, handle them, and run the timers that are due, in a caller's thread."""
         self._handle(self._answers, NEVER)
 
     def _handle_answers(self) -> None:
@@ -165,8 +170,10 @@ class Events:
 
     def _handle(self, selector: selectors.BaseSelector, until: float) -> None:
         wait_s = 0.0
-        if until > 0:  # 0: handle what is ready, and return
-            with self.lock:  # so that `wake_in_time` sees either no sleep or all of it
+        if until > 0:  # 0: handle the events that are ready, without a wait
+            # Under the lock: a thread that sets a timer does so before this line reads the timers,
+            # or finds `_wakes_at` in `wake_in_time`
+            with self.lock:
                 due_at = min(until, min(self.timers.values(), default=NEVER))
                 if selector is self._selector:
                     self._wakes_at = due_at
@@ -175,7 +182,7 @@ class Events:
         with self.lock:
             files = selector.get_map()
             for key, _ in ready:
-                # An earlier handler may have closed the file, and its number may have another one
+                # An earlier handler may have closed the file, and a new file may have its number
                 current = files.get(key.fd)
                 if current is not None and current.data is key.data:
                     key.data()
@@ -188,12 +195,12 @@ class Events:
                     act()
 
     def _run_posted(self) -> None:
-        self._waker.clear()  # first: an action that is posted meanwhile wakes again
+        self._waker.clear()  # first: `post` of a later action then writes to the pipe again
         while self._posted:
             self._posted.popleft()()
 
     def close(self) -> None:
-        """Forget everything, so that nothing refers to the pool from here."""
+        """Close the selectors, and drop all actions: each refers to the pool."""
         with self.lock:
             self.timers.clear()
             self._posted.clear()

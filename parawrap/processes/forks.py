@@ -1,7 +1,7 @@
-"""Descriptors that a fork of this process must not inherit: those of connections to processes.
+"""Descriptors that a fork of this process must not inherit: those of connections to ranks.
 
-A child that holds the end of a connection keeps the other end from seeing that this process has
-ended. It also keeps a pipe open whose end of file reports the end of a rank.
+If a forked child holds a copy of this end of a connection, the rank does not see that this process
+has ended. If it holds a copy of the rank's end, this process does not see that the rank has ended.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ class _Handover:
 
     The lock is reentrant, because a signal handler that runs inside the block may fork. Such a
     child closes the descriptors that were noted.
+
+    A handler that raises just after `acquire`, or before `release`, would leave the lock taken. So
+    the main thread enters a block only while it holds signals back (`HeldSignals`).
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        # By block: a signal handler that runs inside a block may begin another one
+        # One list per open block: a signal handler that runs inside a block may begin another one
         self._in_transit: list[list[int]] = []
 
     def __enter__(self) -> list[int]:
@@ -49,7 +52,7 @@ class _Handover:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # In this order: after the release, another thread may add its own
+        # In this order: after the release, the last list may be that of another thread
         self._in_transit.pop()
         self._lock.release()
 
@@ -62,17 +65,17 @@ class _Handover:
     def after_fork_in_child(self) -> None:
         for files in self._in_transit:
             for file in files:
-                with contextlib.suppress(OSError):  # closed already
+                with contextlib.suppress(OSError):  # the parent had closed it
                     os.close(file)
             files.clear()
-        # the thread that forked is the one of this process, and has acquired it
+        # the only thread of the child is the one that forked, and has acquired the lock
         self._lock.release()
 
 
 handover = _Handover()
-"""``with handover as files``: make descriptors, add those to close here to `files`, send, close."""
+"""Enter it, make descriptors, add those that are closed here to the list, send them, close them."""
 
-# Weak, so that a connection which is dropped without `close` frees its descriptor as usual
+# Weak, so that a connection that is dropped without `close` frees its descriptor as usual
 _closed_in_children: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 

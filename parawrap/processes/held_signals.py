@@ -8,25 +8,27 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-_HELD = (
+_NUMBERS = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGVTALRM),
 )
 """Signals whose handlers may raise: Ctrl-C, and those that programs use for limits and exits."""
 
-# Of the main thread, the innermost last: code that runs while signals are held may hold them too
-_held: list[HeldSignals] = []
+# Those of the main thread that hold signals now, the innermost last: code that runs meanwhile may
+# make another one
+_active: list[HeldSignals] = []
 
 
 def do_nothing() -> None:
-    """Stand for the wake-up of a thread that does not wait."""
+    """Serve as `wake` for a thread that does not wait."""
 
 
 class HeldSignals:
-    """Holds back the handlers of the main thread, which may raise between any two of its steps.
+    """Holds back the signal handlers of the script, which may raise between any two steps.
 
-    From its making until `end`, a signal calls `wake` instead. `end` calls its handler. So Ctrl-C
-    never finds half a message read. Other threads run no handlers: there, this object does nothing.
+    From the making of this object until `end`, a signal calls `wake` instead of its handler. `end`
+    then calls the handler. So Ctrl-C never interrupts this thread within a message. Only the main
+    thread runs handlers: in others, this object does nothing.
 
     Attributes:
         has_arrived: True once a signal has arrived.
@@ -35,22 +37,23 @@ class HeldSignals:
     def __init__(self, wake: Callable[[], object]) -> None:
         self._arrived: list[int] = []
         self._wake = wake
-        self._before: dict[int, Callable[..., Any]] = {}
+        self._handlers: dict[int, Callable[..., Any]] = {}  # of the script, by signal
         if threading.get_ident() != threading.main_thread().ident:
             return
-        # All are read before the first is replaced, so that `restore` knows them whatever raises.
-        # Signals without a handler in Python are ignored, or end the process, and raise nothing
-        for number in _HELD:
-            if callable(before := signal.getsignal(number)):
-                self._before[number] = before
-        if not self._before:
+        # All are read before the first is replaced, so that `restore` knows them whatever raises
+        for number in _NUMBERS:
+            handler = signal.getsignal(number)
+            # Signals without a handler in Python are ignored, or end the process: they never raise
+            if callable(handler):
+                self._handlers[number] = handler
+        if not self._handlers:
             return
         try:
-            _held.append(self)
-            for each in self._before:
-                # A signal that comes after this call finds `_note`: Python looks it up then
+            _active.append(self)
+            for each in self._handlers:
+                # After this call `_note` runs: Python looks the handler up when it runs it
                 signal.signal(each, self._note)
-        except BaseException:  # of a signal that came before
+        except BaseException:  # by the handler of a signal that was not replaced yet
             self.restore()
             raise
 
@@ -65,27 +68,26 @@ class HeldSignals:
     def end(self) -> None:
         """Restore the handlers, and call those of the signals that have arrived."""
         self.restore()
-        # a handler that raises leaves the others uncalled: one exception is enough
-        while self._arrived:
-            number = self._arrived.pop(0)
-            if callable(handler := signal.getsignal(number)):
+        # If a handler raises, those of later signals are not called: one exception is enough
+        for number in self._arrived:
+            handler = signal.getsignal(number)
+            if callable(handler):  # an earlier handler may have changed it
                 handler(number, None)
 
     def restore(self) -> None:
-        """Restore the handlers.
+        """Restore the handlers of the script.
 
-        A restored one may raise at any step: the rest is restored all the same, and the first
-        exception is raised.
+        A handler that is restored may raise at any later step. Then all are restored once more, and
+        the first exception is raised at the end.
         """
         error: BaseException | None = None
-        while self._before:
+        while self._handlers:
             try:
-                for each, handler in self._before.items():
+                for each, handler in self._handlers.items():
                     signal.signal(each, handler)
-                # Within the loop, which goes on after an exception
-                if self in _held:
-                    _held.remove(self)
-                self._before = {}
+                if self in _active:
+                    _active.remove(self)
+                self._handlers = {}  # last: this ends the loop
             except BaseException as reason:  # noqa: BLE001 (raised once all are restored)
                 error = error or reason
         if error is not None:
@@ -94,8 +96,8 @@ class HeldSignals:
 
 def _restore_in_child() -> None:
     """Give a process that another thread forked the handlers of the script."""
-    # The innermost first: the handlers that it restores may be those of the next
-    for held in _held[::-1]:
+    # The innermost first: it restores the handlers of the one around it
+    for held in _active[::-1]:
         held.restore()
 
 

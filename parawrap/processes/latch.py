@@ -1,4 +1,4 @@
-"""A flag that one thread sets and others wait for, safe from signal handlers that raise."""
+"""A flag that one thread sets and others wait for. Ctrl-C in any of them leaves no lock taken."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ import threading
 import time
 
 SIGNAL_POLL_S = 1.0
-"""Seconds between two looks for a signal that arrived at the begin of a wait."""
+"""Seconds after which a wait in C returns to Python, which then runs the handlers of signals.
+
+A signal ends such a wait early, unless it arrives just before the wait begins.
+"""
 
 
 class Latch:
-    """Like `threading.Event` without `clear`.
+    """Like `threading.Event` without `clear`, for threads in which a signal handler may raise.
 
-    The lock of an Event is taken by code of Python. Ctrl-C in a thread that waits may come just
-    after, and the thread that sets the Event then waits for ever. Here, each step is one call of a
-    lock in C.
+    `Event.wait` takes a lock in code of Python. If Ctrl-C raises before the block that releases
+    this lock, the lock stays taken, and `Event.set` in another thread blocks for ever.
+
+    A latch uses its lock only to wake threads: the lock is taken when the latch is made, and `set`
+    releases it. A thread that waits acquires the lock, and releases it for the next one::
+
+        made ──► lock taken ── set ──► flag True, lock free ◄──► a waiting thread takes and frees it
+
+    Each step is one call in C. Ctrl-C after any of them leaves nothing that must be undone.
     """
 
     def __init__(self) -> None:
         self._is_set = False
-        # Held until `set`: a thread that acquires it knows that the flag is set
         self._lock = threading.Lock()
         self._lock.acquire()
 
@@ -29,22 +37,23 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Let all threads go on that wait."""
-        self._is_set = True  # before the release: a thread that goes on reads it
-        # Any thread may release the lock now, also one that another thread has acquired: from here
-        # on it protects nothing, and only wakes threads, with the interpreter lock and without
-        with contextlib.suppress(RuntimeError):  # it was released before
+        """Let all waiting threads go on. A second call has no effect."""
+        self._is_set = True  # before the release: the thread that wakes reads the flag
+        # This may release a lock that another thread has just acquired in `wait`. That is safe: the
+        # lock protects no data, and both threads leave it free
+        with contextlib.suppress(RuntimeError):  # the lock is free already
             self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for `set`, for at most `timeout` seconds. Return False if the time is over."""
+        """Wait for `set`, for at most `timeout` seconds. Return False if `set` was not called."""
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while not self._is_set:
             wait_s = min(SIGNAL_POLL_S, until - time.monotonic())
             if wait_s <= 0:
                 return False
             if self._lock.acquire(timeout=wait_s):
-                # For the next that waits. If Ctrl-C comes between, the others look after a second.
-                # Not a bare release: another thread may have called `set` again since
+                # Wake the next waiting thread. If Ctrl-C raises before this line, the lock stays
+                # taken, and the others read the flag within `SIGNAL_POLL_S`. Not a bare release,
+                # which raises if another thread has called `set` since
                 self.set()
         return True

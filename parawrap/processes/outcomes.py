@@ -1,8 +1,8 @@
 """How ranks end a call, which of several failures is reported, and the exception for it.
 
-When a rank fails, the collectives of the other ranks break. These follow-up errors are called
-echoes, and may arrive before the original failure. The earliest failure that is not an echo is
-reported; if all are echoes, the earliest echo.
+When a rank fails, the collectives of the other ranks raise errors. These are called echoes, and may
+arrive before the original failure. The earliest failure that is not an echo is reported. If all are
+echoes, the earliest echo is.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from parawrap.processes.pickling import Packed, ValuePickler, pack, unpack
 from parawrap.processes.torch_groups import has_had_groups
 
 _MOST_NAMED = 8  # ranks in a message: more would not fit a line
-# Causes and contexts: a chain may be a circle. A guess that no test has contradicted
+# Exceptions that are causes or contexts of another. They may form a circle. A guess that no test
+# has contradicted
 _LONGEST_CHAIN = 20
 
-# Messages of gloo, NCCL, and the store about a lost connection to another rank.
+# Messages of gloo, NCCL, and the store about a lost connection to another rank
 _ECHO = re.compile(
     r"connection (was )?(closed|reset|refused)|connection closed by peer|broken pipe|"
     r"remote process exited|"
@@ -46,15 +47,15 @@ _ECHO = re.compile(
     re.IGNORECASE,
 )
 
-_CPP_LINE = re.compile(r"\[\S+\.(cc|cpp|h):\d+\]")
-# With the code of torch for several ranks
+_CPP_LINE = re.compile(r"\[\S+\.(cc|cpp|h):\d+\]")  # such as [pair.cc:534]
+# Of the code of torch that communicates between ranks
 _TORCH_FOLDERS = tuple(
     str(Path(str(module.__file__)).parent)
     for module in (dist, torch.autograd, torch.nn.parallel)  # backward of DistributedDataParallel
 )
-_RAISING = ("RAISE_VARARGS", "RERAISE")
+_RAISING = ("RAISE_VARARGS", "RERAISE")  # the instructions of a ``raise``
 
-Signal = signal.Signals | int
+Signal = signal.Signals | int  # an int if Python has no name for it, as for real-time signals
 
 
 # -- the exception of a rank, on its way to the launching process
@@ -65,13 +66,14 @@ class _ExceptionPickler(ValuePickler):
 
 
 def pack_exception(error: BaseException) -> Packed:
-    """Pickle an exception, without parts that cannot be pickled.
+    """Pickle an exception, with descriptions in place of parts that cannot be pickled.
 
     If it cannot be rebuilt, pickle a LaunchError instead.
     """
     with contextlib.suppress(Exception):  # classes may raise anything
         packed = pack(error, type(error).__qualname__, _ExceptionPickler)
-        # The same class here: the launching process has the same code, or gets the class by value
+        # What can be rebuilt here can be rebuilt in the launching process: it has the same code, or
+        # gets the class by value
         if type(unpack(packed.to_bytes())) is type(error):
             return packed
     return pack(
@@ -86,7 +88,7 @@ def summary_of(error: BaseException) -> str:
         lines = [line.strip() for line in traceback.format_exception_only(error)]
     except Exception as reason:  # noqa: BLE001 (attributes of the class may raise anything)
         return f"{name}, which cannot be described: {type(reason).__name__}"
-    # A SyntaxError has lines of source before, and each exception may have notes behind
+    # A SyntaxError has lines of source before this line, and notes follow it
     for line in lines:
         named, _, _ = line.partition(":")
         if named.endswith(name):
@@ -99,15 +101,15 @@ def traceback_of(error: BaseException) -> str:
     trace = user_frames(error.__traceback__) or error.__traceback__
     try:
         return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-    except Exception:  # noqa: BLE001 (as above)
+    except Exception:  # noqa: BLE001 (as in `summary_of`)
         return "".join((*traceback.format_tb(trace), summary_of(error)))
 
 
 def is_echo(error: BaseException) -> bool:
     """True if the exception, or a cause of it, reports a lost connection to another rank.
 
-    That takes a process group, and an exception that torch has raised: code of the user may raise
-    errors with the same words.
+    Errors of the user's code may have the same words. So only an exception that torch has raised is
+    an echo, and only if this process has had a process group.
     """
     if not has_had_groups():
         return False
@@ -128,12 +130,12 @@ def is_echo(error: BaseException) -> bool:
 
 
 def _is_raised_by_torch(error: BaseException, text: str) -> bool:
-    """True if code of torch for several ranks has raised the exception.
+    """True if code of torch that communicates between ranks has raised the exception.
 
     Errors of the store and of NCCL have classes of their own. Those of gloo are a plain
-    RuntimeError, with the line of its C++ code. A wait for a collective (``work.wait()``) raises in
-    a frame of the caller, since it has none of its own: the instruction there is a call, and not a
-    ``raise``.
+    RuntimeError, whose text names a line of C++ code. The innermost frame is one of torch, or, for
+    a wait in C++ (``work.wait()``), that of its caller. There the instruction that raised is a
+    call, and not a ``raise``.
     """
     is_of_gloo = type(error) is RuntimeError and _CPP_LINE.search(text)
     if not (is_of_gloo or isinstance(error, dist.DistError)):
@@ -156,14 +158,14 @@ def _is_raised_by_torch(error: BaseException, text: str) -> bool:
 class Returned:
     """The function returned."""
 
-    at: float
-    value: memoryview | bytes = field(repr=False)  # a block with the value
-    # of the value in the block; None if the block is a `Packed` value, as in files of Slurm
+    at: float  # a time by `time.time`, as in all outcomes
+    value: memoryview | bytes = field(repr=False)  # the block with the value
+    # where the value is in the block; None if the block is a whole `Packed`, as in files of Slurm
     item: Any = field(default=None, repr=False)
     summary: ClassVar[str] = "returned"
 
     def load(self) -> Any:
-        """Return the value. Raises what its classes raise."""
+        """Unpickle the value. Raises what its classes raise."""
         if self.item is None:
             return unpack(self.value)
         return restore(self.item, memoryview(self.value))
@@ -174,10 +176,10 @@ class Raised:
     """The function raised."""
 
     at: float
-    summary: str
+    summary: str  # the line of the traceback that names the exception
     traceback: str
     is_echo: bool
-    error: bytes = field(repr=False)
+    error: bytes = field(repr=False)  # the exception, from `pack_exception`
 
 
 @dataclass(frozen=True)
@@ -188,12 +190,12 @@ class Died:
     pid: int
     code: int | None  # the exit code, or the negative number of a signal; None if it is unknown
     by_sys_exit: bool = False  # the function called ``sys.exit``
-    last_words: str = ""
-    lost_with: str = ""  # the thing that the process was lost with, such as its node
+    last_words: str = ""  # the end of its output, or the text of ``sys.exit``
+    lost_with: str = ""  # the thing with which the process was lost, such as its node
 
     @property
     def signal(self) -> Signal | None:
-        """The signal that killed the process."""
+        """The signal that killed the process, or None."""
         return None if self.code is None or self.code >= 0 else _signal(-self.code)
 
     @property
@@ -234,7 +236,7 @@ def outcome_of(error: BaseException) -> Raised | Died:
     if not isinstance(error, SystemExit):
         packed = pack_exception(error).to_bytes()
         return Raised(time.time(), summary_of(error), traceback_of(error), is_echo(error), packed)
-    # As an interpreter does: None is success, and a text is printed and is a failure
+    # As in an interpreter: None is the code 0. Another object is printed, and the code is 1
     code, said = error.code, ""
     if not (code is None or isinstance(code, int)):
         code, said = 1, str(code)
@@ -251,7 +253,10 @@ def exit_text(code: int) -> str:
 
 def _signal(number: int) -> Signal:
     """Return the enum member of a signal, or the number if it has no name."""
-    return next((each for each in signal.Signals if each == number), number)
+    try:
+        return signal.Signals(number)
+    except ValueError:
+        return number
 
 
 def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
@@ -260,24 +265,23 @@ def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
     If a rank exited to be restarted, the echoes of its exit do not count as failures.
     """
     is_to_restart = any(isinstance(each, Requeued) for each in outcomes.values())
-    failures: dict[int, Raised | Died] = {}
+    failures: list[tuple[bool, float, int]] = []  # in the order of importance, once sorted
     for rank, outcome in outcomes.items():
-        if not isinstance(outcome, (Raised, Died)):
+        is_echo_of_rank = counts_as_echo(outcome)
+        if is_echo_of_rank and is_to_restart:
             continue
-        if is_to_restart and counts_as_echo(outcome):
-            continue
-        failures[rank] = outcome
-
-    def order(rank: int) -> tuple[bool, float, int]:
-        # False is less than True. The clock of all ranks is the same, or nearly so on other nodes
-        return counts_as_echo(failures[rank]), failures[rank].at, rank
-
-    return min(failures, key=order, default=None)
+        if isinstance(outcome, (Raised, Died)):
+            # False is less than True. The clocks of all nodes are nearly the same
+            failures.append((is_echo_of_rank, outcome.at, rank))
+    if not failures:
+        return None
+    _, _, first = min(failures)
+    return first
 
 
 def counts_as_echo(outcome: Outcome) -> bool:
     """True if an outcome is the consequence of another rank's end."""
-    # A death counts as a failure of its own: the process cannot say why it ended
+    # A death is never an echo: the process cannot say why it ended
     return isinstance(outcome, Raised) and outcome.is_echo
 
 
@@ -288,21 +292,20 @@ def counts_as_echo(outcome: Outcome) -> bool:
 class Ending:
     """How a call of ranks ended."""
 
-    outcomes: Mapping[int, Outcome]
-    # the node and host of each rank: ``"node 0, worker-17"``
+    outcomes: Mapping[int, Outcome]  # by rank, as all mappings here
+    # the node and host: ``"node 0, worker-17"``
     places: Mapping[int, str] = field(default_factory=dict)
     history: Sequence[str] = ()  # how earlier attempts ended, and other notes for the error
     stacks: Mapping[int, str] = field(default_factory=dict)  # at a time limit or a deadlock
-    timed_out: str = ""  # the time limit that ended the call
-    # the line of user code at which each rank was seen last
+    timed_out: str = ""  # the time limit that ended the call; empty for none
+    # the line of user code at which the rank was seen last; empty without a time limit
     last_lines: Mapping[int, str] = field(default_factory=dict)
-    # it was ended because its ranks waited for ranks that do not take part
-    deadlocked: bool = False
-    cancelled: bool = False
-    lost: str = ""  # another reason why the ranks had to be ended
+    deadlocked: bool = False  # True: its ranks waited for ranks that do not take part
+    cancelled: bool = False  # True: it has no results, whatever the outcomes are
+    lost: str = ""  # another reason why the ranks had to be ended; empty for none
     error: OSError | None = None  # why this process could not take an answer
-    has_output: bool = False  # a rank wrote output during the call
-    regroups: bool = False  # the ranks form new process groups before their next call
+    has_output: bool = False  # True if a rank wrote output during the call
+    regroups: bool = False  # True if the ranks form new process groups before their next call
 
     @classmethod
     def of_cancelled(cls) -> Ending:
@@ -323,7 +326,7 @@ class Ending:
 
     @property
     def is_uneven(self) -> bool:
-        """True unless all ranks have returned, or have raised the same error on their own."""
+        """True unless all ranks have returned, or all have raised the same error, and no echo."""
         outcomes = list(self.outcomes.values())
         if all(isinstance(each, Returned) for each in outcomes):
             return False
@@ -408,11 +411,11 @@ def _rebuild_error(rank: int, failure: Raised, returned: Sequence[int]) -> BaseE
             f"rank {rank} raised {failure.summary}; its exception cannot be rebuilt here: "
             f"{reason!r}"
         )
-    # A rank that knows why its connection is lost has raised a LaunchError
+    # A LaunchError already says why the connection was lost: see `_outcome_of` in rank_process.py
     if not failure.is_echo or not returned or isinstance(error, LaunchError):
         return error
     who = "rank" if len(returned) == 1 else "ranks"
-    # The note has the error of the connection. As a cause, Python would show it first
+    # The traceback in the note has the error of the connection. Python would show a cause first
     return LaunchError(
         f"{who} {', '.join(map(str, returned))} had returned already: in a collective, every rank "
         f"of the group has to take part. Rank {rank} waited in one"
@@ -464,7 +467,7 @@ def describe_lines(lines: Mapping[int, str]) -> str:
 
 
 def _first_of(texts: Sequence[str]) -> str:
-    """Join texts about ranks, as far as they fit, and say how many more there are."""
+    """Join the first texts about ranks, and say how many more there are."""
     shown = "; ".join(texts[:_MOST_NAMED])
     if len(texts) <= _MOST_NAMED:
         return shown

@@ -22,21 +22,23 @@ from parawrap.errors import LaunchError
 
 _log = logging.getLogger("parawrap.launch")
 
-_IN_MEMORY = 1 << 20  # bytes per rank; most ranks write less
-_PIECE = 1 << 16  # bytes that are printed at a time, and that are in memory twice then
-# Bytes of output that are searched for the last line. A guess: a progress bar has short lines
+# Bytes
+_IN_MEMORY = 1 << 20  # of one rank; most ranks write less
+_PIECE = 1 << 16  # that are printed at a time, and are in memory twice meanwhile. A guess
+# At the end of the output, to find the last line. A guess: a progress bar has short lines
 _LAST_LINE = 1 << 16
-_LAST_WORDS = 4000  # bytes, enough for a traceback
+_LAST_WORDS = 4000  # of the output in an error: enough for a traceback
+
 _LINE_END = re.compile(r"(\r\n|\n|\r)")
 _ESCAPE_CODE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colors and movements of the cursor
-_TERMINAL_S = 1.0  # for a terminal that takes no output; supervision goes on then
+_TERMINAL_S = 1.0  # the longest wait for a terminal that takes no output
 
 
 class Printer:
     """Prints the output of one launch in a thread: a slow reader cannot stop supervision.
 
-    At the exit of the interpreter, output that is not printed yet blocks the exit, as it does
-    without parawrap.
+    If output is not printed yet when the interpreter exits, the exit waits for it, as it does for
+    the output of any program.
     """
 
     def __init__(self) -> None:
@@ -47,7 +49,7 @@ class Printer:
         """Call `show` after the output that was added before. Any thread may call it."""
         try:
             self._last = self._executor.submit(show)
-        except RuntimeError:  # the interpreter exits
+        except RuntimeError:  # the interpreter exits: then threads take no more work
             with contextlib.suppress(Exception):
                 show()
 
@@ -61,7 +63,7 @@ class Printer:
         """Print all output, and end the thread then. Wait for it for at most a second."""
         self.flush()
         has_printed_all = self._last is None or self._last.done()
-        # A blocked terminal may not block the launch: the thread ends when it goes on
+        # A blocked terminal must not block the launch: then the thread ends on its own, later
         self._executor.shutdown(wait=has_printed_all)
 
 
@@ -70,16 +72,13 @@ class _Lines:
 
     def __init__(self, prefix: str, stream: str) -> None:
         self._prefix = prefix
-        self._stream = stream
+        self._stream = stream  # its name in `sys`
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._begun = ""
+        self._begun = ""  # the last line, whose end has not arrived
 
     def take(self, data: bytes, *, final: bool = False) -> None:
-        """Print the lines that end in `data`.
-
-        Keep the rest until its end arrives, or print it if it is `final`.
-        """
-        # Lines and their ends by turns, then a line without an end
+        """Print the lines that end in `data`. Keep the rest, or print it if `data` is `final`."""
+        # A line, its end, a line, its end, and so on, then a line without an end
         *lines, begun = _LINE_END.split(self._begun + self._decoder.decode(data, final))
         texts, ends = lines[::2], lines[1::2]
         shown = [self._prefix + text + end for text, end in zip(texts, ends, strict=True)]
@@ -89,11 +88,11 @@ class _Lines:
         self._write("".join(shown))
 
     def _write(self, text: str) -> None:
-        # looked up each time, because notebooks and tests replace it
+        # Looked up each time, because notebooks and tests replace it
         target: Any = getattr(sys, self._stream)
         if text and target is not None:
             encoding = getattr(target, "encoding", None) or "utf-8"
-            # Characters that the target lacks would raise in `write`
+            # A character that is not in this encoding would raise in `write`
             target.write(text.encode(encoding, "backslashreplace").decode(encoding))
             target.flush()
 
@@ -110,8 +109,7 @@ class _Kept:
         """Add output.
 
         Raises:
-            OSError: If the disk has no room. What was there before stays, and a later call may
-                succeed.
+            OSError: If the disk has no room. Nothing is added then, and a later call may succeed.
         """
         if self._file is None and self.size + len(data) > _IN_MEMORY:
             file: Any = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (see `close`)
@@ -120,7 +118,7 @@ class _Kept:
             except OSError:
                 file.close()
                 raise
-            # Only now: until the file has everything, the memory is what `read` needs
+            # Not before the file has everything: `read` needs the memory until then
             self._file, self._memory = file, bytearray()
         if self._file is None:
             self._memory += data
@@ -141,7 +139,7 @@ class _Kept:
 
 
 def _write_at(file: BinaryIO, data: bytes | bytearray, start: int) -> None:
-    """Write all of the data. A part that is left over from a full disk is written over later."""
+    """Write all of the data. If the disk is full, a later write replaces the part of it there."""
     rest = memoryview(data)
     while rest:
         count = os.pwrite(file.fileno(), rest, start)
@@ -151,22 +149,21 @@ def _write_at(file: BinaryIO, data: bytes | bytearray, start: int) -> None:
 class _Unshown(NamedTuple):
     """Output that is not printed yet: a part of what is kept, or data that could not be kept."""
 
-    stream: int
-    start: int
+    stream: int  # 1 or 2
+    start: int  # the place in what is kept
     size: int
-    data: bytes | None = None
+    data: bytes | None = None  # None for a part of what is kept
 
     def is_followed_by(self, stream: int, start: int) -> bool:
-        """True if kept output of this stream that starts there can be printed with this one."""
+        """True if output that is kept from `start` on continues this part, in the same stream."""
         return self.stream == stream and self.start + self.size == start
 
 
 class Transcript:
     """The output of one rank, from both streams, in order of arrival.
 
-    Output beyond 1 MiB is kept on disk.
-
-    Output that a terminal does not take yet is not kept twice: it is read again when it is printed.
+    Output beyond 1 MiB is kept on disk. Output that is not printed yet is not in memory a second
+    time: the printer reads it from what is kept.
 
     Args:
         printer: Prints the output; None prints nothing.
@@ -178,8 +175,8 @@ class Transcript:
     """
 
     def __init__(self, printer: Printer | None, prefix: str = "", path: Path | None = None) -> None:
-        # Of all attributes below: the thread of the pool writes, that of the printer takes, and
-        # any thread reads. Never held while the printer prints: a terminal may block
+        # Guards all attributes below: the thread of the pool writes, the thread of the printer
+        # takes, and any thread reads. Never held during a print: a terminal may block
         self._access = threading.Lock()
         self._printer = printer
         self._kept = _Kept()
@@ -189,7 +186,7 @@ class Transcript:
         self._log_file = None if path is None else _open_file(path)
         self._lines = _Lines(prefix, "stdout"), _Lines(prefix, "stderr")
         self._unshown: deque[_Unshown] = deque()
-        self._is_showing = False  # the printer has been asked to
+        self._is_showing = False  # True while `_show` waits for its turn or runs
 
     def write(self, stream: int, data: bytes) -> None:
         """Add output of stream 1 (standard output) or 2 (standard error)."""
@@ -199,7 +196,7 @@ class Transcript:
             if self._printer is None:
                 return
             last = self._unshown[-1] if self._unshown else None
-            # One entry for a run of one stream: a blocked terminal costs no memory
+            # Adjacent parts become one entry: a blocked terminal costs no memory
             if is_kept and last is not None and last.is_followed_by(stream, start):
                 self._unshown[-1] = last._replace(size=last.size + len(data))
             else:
@@ -215,9 +212,9 @@ class Transcript:
             self._keep(f"{text}\n".encode(errors="backslashreplace"))
 
     def _keep(self, data: bytes) -> bool:
-        """Keep output in both places. A full disk cuts what is kept, and ends no launch.
+        """Keep output, also in the log file. Return False if it could not be kept.
 
-        Return False if it did.
+        A full disk loses output, and does not end the launch.
         """
         self._has_output = True
         try:
@@ -250,12 +247,11 @@ class Transcript:
                     if size > _PIECE:
                         rest = _Unshown(stream, start + _PIECE, size - _PIECE)
                         self._unshown.appendleft(rest)
-            # a broken standard output, as for each piece before
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # standard output of the script is broken
                 self._lines[stream - 1].take(data)
 
     def text(self, most: int | None = None) -> str:
-        """Return all output so far, or at most so many bytes of its end."""
+        """Return all output so far, or at most `most` bytes of its end."""
         with self._access:
             size = self._kept.size
             start = 0 if most is None else max(0, size - most)
@@ -265,7 +261,7 @@ class Transcript:
     def last_line(self) -> str:
         """Return the last line of output that is not blank, without escape codes."""
         text = _ESCAPE_CODE.sub("", self.text(_LAST_LINE))
-        for piece in reversed(_LINE_END.split(text)):  # lines, and their ends
+        for piece in reversed(_LINE_END.split(text)):  # lines, and their ends, which are blank
             line = piece.strip()
             if line:
                 return line

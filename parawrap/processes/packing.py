@@ -1,14 +1,15 @@
 """The values of one message: descriptions of tensors, and their memory in one block.
 
-A message has an item for each value, so a value that cannot be pickled, or unpickled, fails alone:
+A message has one item per value. A value that cannot be pickled, or unpickled, fails alone. An item
+is of one of these kinds:
 
 | the value | its item |
 |---|---|
 | a plain tensor: strided, on the CPU, no graph | a tuple: offset, dtype, shape, strides |
 | a tuple of plain tensors that share no memory | a list of such tuples |
-| containers, numbers, and texts of Python with such tensors | a pickle, as bytes |
-| the same, if the pickle is large | a slice: the bytes of the block with the pickle |
-| anything else | a range: the bytes of the block that parawrap's pickler packed |
+| containers, numbers, and texts of Python with plain tensors | a pickle, as bytes |
+| the same, if the pickle is large | a slice: the place of the pickle in the block |
+| anything else | a range: the place in the block of a `Packed` value |
 
 The tensors of a received message lie in its block, and keep it alive.
 """
@@ -31,8 +32,8 @@ from parawrap.tree import flatten, unflatten
 
 # Bytes of a pickle that travels in the body of a message: less than the 32 KiB of a small message
 _LARGEST_ITEM = 16 << 10
-_LARGEST_ELEMENT = 16  # bytes, of complex128
-# Both ends run the same version of parawrap, so the order may change
+_LARGEST_ELEMENT = 16  # bytes of the largest dtype, complex128
+# An item has the position of a dtype. Both ends run the same version, so the order may change
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -48,7 +49,7 @@ _DTYPES = (
     torch.complex128,
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_GAPS = [bytes(count) for count in range(ALIGNMENT)]
+_GAPS = [bytes(count) for count in range(ALIGNMENT)]  # zeros between two aligned pieces
 _byte = ctypes.c_ubyte
 
 
@@ -59,13 +60,14 @@ class _NotPlainError(Exception):
 class Packer(Block):
     """The block of one message that is being written.
 
-    Tensors of up to `copies_up_to` bytes, and all pickles unless it is 0, are copied at once: the
-    caller may write into their memory before the message leaves.
+    By default, the block borrows the memory of the values until the message has left. With
+    `copies_up_to`, it copies all pickles, and tensors of up to so many bytes, at once: then the
+    caller may write into these before.
     """
 
     def __init__(self, *, copies_up_to: float = 0) -> None:
         super().__init__()
-        self._kept: list[torch.Tensor] = []  # their memory is in `parts`
+        self._borrowed: list[torch.Tensor] = []  # kept alive, because `parts` has their memory
         self._copies_up_to = copies_up_to
 
     def add(self, value: Any, address: str) -> Any:
@@ -82,13 +84,13 @@ class Packer(Block):
                 return [self._add_tensor(each) for each in value]
             stream = PickleStream()
             _PlainPickler(stream, self).dump(value)
-        except (_NotPlainError, RecursionError):  # the general pickler also reports the latter
-            # Without the tensors that the pickler had met before
+        except (_NotPlainError, RecursionError):  # the general pickler explains a RecursionError
+            # Drop the tensors that the pickler has added before
             self.size = size
             del self.parts[n_parts:]
             return self.add_packed(pack(_trim_tensors(value), address))
         length = sum(map(len, stream.pieces))
-        # A larger one goes where the tensors are: in the slab, which the other end maps
+        # A larger one goes into the block, as the tensors: it may lie in a slab
         if length <= _LARGEST_ITEM:
             return b"".join(stream.pieces)
         start = self.size
@@ -104,15 +106,15 @@ class Packer(Block):
         return range(start, self.size)
 
     def _copies_of(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """Return parts that the caller cannot change, if they are to be copied at once."""
+        """Return the parts, or copies of them if the caller may change their memory."""
         if self._copies_up_to == 0:
             return parts
-        return [bytes(part) for part in parts]  # which copies no part that is bytes already
+        return [bytes(part) for part in parts]  # `bytes` of bytes is no copy
 
     def _add_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """Describe a tensor by its elements.
+        """Add the elements of a tensor, and return its item.
 
-        The rest of its storage stays: a shard is a view of the whole batch.
+        The rest of its storage is left out: a shard is a view of the whole batch.
         """
         if not _is_described_by_elements(tensor):
             raise _NotPlainError
@@ -120,11 +122,11 @@ class Packer(Block):
         if not tensor.is_contiguous():
             stride = tensor.stride()
             length = tensor.element_size() * _span(shape, stride)
-        # An address, and no view by numpy: that refuses bfloat16
+        # From the address, because a view by numpy refuses bfloat16
         memory = (_byte * length).from_address(tensor.data_ptr())
         start = self._align()
         if length > self._copies_up_to:
-            self._kept.append(tensor)  # ctypes does not keep the memory
+            self._borrowed.append(tensor)
             self.parts.append(memory)
         else:
             self.parts.append(bytes(memory))
@@ -132,7 +134,7 @@ class Packer(Block):
         return start, _CODES[tensor.dtype], shape, stride
 
     def _align(self) -> int:
-        """Return where the next piece begins."""
+        """Fill the gap to the next aligned place. Return this place."""
         gap = -self.size % ALIGNMENT
         if gap:
             self.parts.append(_GAPS[gap])
@@ -140,9 +142,9 @@ class Packer(Block):
 
 
 class _PlainPickler(pickle.Pickler):
-    """Pickles one value in C.
+    """Pickles one value in C, with its tensors in the block of a packer.
 
-    Its `reducer_override` is called for everything that is not a builtin of Python.
+    C code pickles builtin objects of Python, and calls `reducer_override` for all others.
     """
 
     def __init__(self, stream: PickleStream, packer: Packer) -> None:
@@ -157,14 +159,14 @@ class _PlainPickler(pickle.Pickler):
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided:
             raise _NotPlainError
         storage = obj.untyped_storage().data_ptr()
-        # Tensors that share memory must share it in the other process, which items do not
+        # Tensors that share memory must share it in the other process, which items cannot describe
         if storage in self._storages:
             raise _NotPlainError
         self._storages.add(storage)
         return _build, self._packer._add_tensor(obj)
 
 
-# `block`, of the message whose pickle this thread loads: a pickle cannot refer to it
+# `block` is that of the message whose pickle this thread loads: `_build` gets no other reference
 _loading = threading.local()
 
 
@@ -185,11 +187,12 @@ def restore(item: Any, block: memoryview) -> Any:
     try:
         return pickle.loads(block[item] if kind is slice else item)
     finally:
-        _loading.block = None  # else the last message would keep its memory
+        _loading.block = None  # frees the memory of the message with its tensors
 
 
-def _build(*described: Any) -> torch.Tensor:
-    return _tensor(_loading.block, *described)
+def _build(*item: Any) -> torch.Tensor:
+    """Return a tensor of a pickle, from its item."""
+    return _tensor(_loading.block, *item)
 
 
 def _tensor(
@@ -204,11 +207,12 @@ def _tensor(
     tensor = torch.frombuffer(block, dtype=_DTYPES[code], count=count, offset=offset)
     if stride is not None:
         return tensor.as_strided(shape, stride)
-    return tensor if len(shape) == 1 else tensor.view(shape)  # it has one dimension already
+    # `frombuffer` returns one dimension
+    return tensor if len(shape) == 1 else tensor.view(shape)
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the number of elements from the first to the last."""
+    """Return the number of elements in memory from the first to the last of a tensor."""
     return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
 
 
@@ -219,14 +223,14 @@ def _is_described_by_elements(tensor: torch.Tensor) -> bool:
         and tensor.is_cpu
         and tensor.dtype in _CODES
         and not (tensor.requires_grad or tensor.is_nested)
-        and not (tensor.is_conj() or tensor.is_neg())  # bits of a view: the memory has other values
-        and not tensor.__dict__
-        and tensor.numel() > 0  # an empty one may have no memory, and `frombuffer` refuses it
+        and not (tensor.is_conj() or tensor.is_neg())  # the memory of such views has other values
+        and not tensor.__dict__  # attributes of the user
+        and tensor.numel() > 0  # `frombuffer` refuses an empty tensor
     )
 
 
 def _are_apart(values: tuple[Any, ...]) -> bool:
-    """True for tensors that share no memory."""
+    """True if all values are tensors, and no two share memory."""
     if any(type(each) is not torch.Tensor or each.layout is not torch.strided for each in values):
         return False
     if len(values) == 1:
@@ -236,9 +240,9 @@ def _are_apart(values: tuple[Any, ...]) -> bool:
 
 
 def _trim_tensors(value: Any) -> Any:
-    """Return the value with tensors on the part of their storage that they use.
+    """Return the value with tensors whose storages are cut to the parts in use.
 
-    Tensors that share memory share it in the result too.
+    parawrap's pickler packs whole storages. Tensors that share memory share it in the result too.
     """
     if reason_of_mode() is not None:
         return value  # the pickler refuses its tensors
@@ -258,9 +262,9 @@ def _trim_tensors(value: Any) -> Any:
 
 
 def _trim_storage(tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return tensors of one storage on the part of it that they use, by the id of the original.
+    """Return new tensors for those of one storage, on the part in use, by the ids of the old ones.
 
-    The result is empty if they use all of it.
+    The result is empty if they use all of the storage.
     """
     starts, ends = [], []  # in bytes
     for tensor in tensors:

@@ -1,8 +1,8 @@
 """Pickle values for another process, with the memory of tensors and arrays outside of the pickle.
 
-A packed value is one block of bytes: a head, a pickle, and aligned memory, in which the receiver's
-tensors lie. Functions and classes that the receiver cannot import are pickled by value
-(cloudpickle). Tensors on an accelerator arrive on the CPU.
+A packed value is one block of bytes: a head, a pickle, and the memory of tensors, which is aligned.
+The tensors of the receiver use this memory. cloudpickle pickles functions and classes that the
+receiver cannot import by value. Tensors on an accelerator arrive on the CPU.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from parawrap._private_names import class_of_id, goes_by_name, id_of_class, name
 from parawrap.displays import safe_repr
 from parawrap.errors import UnsendableError
 from parawrap.processes.definitions import adapt_class, is_generic, reduce_generic
-from parawrap.processes.held_signals import HeldSignals
+from parawrap.processes.held_signals import HeldSignals, do_nothing
 from parawrap.processes.refusals import reason_of_mode, reason_to_refuse
 from parawrap.processes.shared_memory import ALIGNMENT, Block
 from parawrap.tree import PLAIN, TENSORS, is_dense
 
 _LENGTH = struct.Struct("<Q")  # 8 bytes: tensors may be larger than 4 GiB
-_MOST_STEPS = 5  # levels of nesting; deeper paths are useless in a message
-_MOST_REFUSED = 64  # parts that are searched for an address; a guess: it takes 0.1 s then
+_MOST_STEPS = 5  # levels of nesting in a message: deeper paths are useless
+# Unpicklable parts in a search for the innermost one. A guess: the search takes 0.1 s then
+_MOST_REFUSED = 64
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 _DESCRIPTORS_IN_C = (types.GetSetDescriptorType, types.MemberDescriptorType)
-_CACHED: Any = type(functools.cache(len))
-# An operator, and the private base of its overloads and of operators of higher order
+_CACHED: Any = type(functools.cache(len))  # the class of functions with a cache
+# The class of operators of torch, and the base class of overloads and of operators of higher order
 _OPERATORS: Any = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor).__bases__[0])
 
 
 class Packed(Block):
-    """A pickled value: the lengths of the pickle and of each tensor's memory, and these."""
+    """A pickled value: a head with the lengths, the pickle, and the memory of each tensor."""
 
     def __init__(self, pickled: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         super().__init__()
@@ -67,10 +68,7 @@ class Packed(Block):
 
 
 class PickleStream:
-    """Takes what a pickler writes, in pieces.
-
-    Large texts and bytes come as they are, without a copy.
-    """
+    """A file that keeps what a pickler writes, in pieces. Large texts and bytes are not copied."""
 
     def __init__(self) -> None:
         self.pieces: list[Any] = []
@@ -100,26 +98,24 @@ def pack(
     try:
         make_pickler(stream, buffers).dump(value)
     except Exception as error:
-        buffers.clear()  # the frames of the traceback hold them
+        buffers.clear()  # the traceback would keep the memory of tensors alive
         place, found, reason = _find_unpicklable(value, address, error)
         why = f"{type(found).__qualname__}: {str(reason) or repr(reason)}"
         msg = f"{place} cannot be sent to another process: {why}"
-        del found, reason  # the context of `reason` is `error`, and its traceback holds this frame
+        # The context of `reason` is `error`, whose traceback has this frame: a cycle otherwise
+        del found, reason
         raise UnsendableError(msg) from error
     return Packed(stream.pieces, buffers)
 
 
 def unpack(block: memoryview | bytes) -> Any:
-    """Return the value of a block.
-
-    Its tensors lie in this memory, or in a copy of a block of bytes.
-    """
+    """Return the value of a block. Its tensors use this memory, or a copy if the block is bytes."""
     memory = block if isinstance(block, memoryview) else memoryview(bytearray(block))
     (count,) = _LENGTH.unpack_from(memory)
     lengths = struct.unpack_from(f"<{count}Q", memory, _LENGTH.size)
     contents, end = [], (1 + count) * _LENGTH.size
     for length in lengths:
-        start = end + -end % ALIGNMENT  # the next aligned place, as `_align` leaves it
+        start = end + -end % ALIGNMENT  # the next aligned place, as `Packed._align` makes it
         end = start + length
         contents.append(memory[start:end])
     return pickle.loads(contents[0], buffers=contents[1:])
@@ -128,7 +124,7 @@ def unpack(block: memoryview | bytes) -> Any:
 class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """A cloudpickle pickler that keeps the memory of tensors out of the pickle."""
 
-    replaces = False  # True to replace parts of exceptions that cannot be pickled by their ``repr``
+    replaces = False  # True to describe the parts of exceptions that cannot be pickled
 
     def __init__(self, stream: Any, buffers: list[memoryview]) -> None:
         super().__init__(
@@ -137,7 +133,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._storages: dict[object, torch.UntypedStorage] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        # The order matters: the first branches are for values that the later ones handle wrongly
+        # The order matters: each branch is for values that a later one would handle wrongly
         if type(obj) is _CACHED and _goes_by_value(obj.__module__):
             return _make_cached, (obj.__wrapped__, obj.cache_parameters())  # with an empty cache
         if type(obj) in TENSORS and _is_described_by_memory(obj):
@@ -175,8 +171,8 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         torch.utils.hooks.warn_if_has_hooks(tensor)  # as torch does when it pickles
         here = tensor.detach().cpu()
         storage = here.untyped_storage()
-        # Two storage objects may have one memory, as with torch.from_numpy. All empty ones have the
-        # address 0
+        # Two storage objects may have the same memory, as from torch.from_numpy. All empty ones
+        # have the address 0
         is_empty = storage.nbytes() == 0
         memory = id(storage) if is_empty else (storage.data_ptr(), storage.nbytes())
         storage = self._storages.setdefault(memory, storage)
@@ -185,15 +181,15 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class IdentityPickler(pickle.Pickler):
-    """Pickles objects of some classes as their identities, to compare contents.
+    """Pickles functions, classes, and objects of `classes` by their ids, to compare contents.
 
-    `met` gets them, and keeps them alive.
+    It adds these objects to `met`, which keeps them alive: no other object gets their ids.
     """
 
     def __init__(self, stream: io.BytesIO, met: list[Any], *classes: type) -> None:
         super().__init__(stream, 5)
         self._met = met
-        # plain pickle finds these two by their names
+        # pickle would refer to classes and functions by their names
         self._classes = (type, types.FunctionType, *classes)
 
     def persistent_id(self, obj: Any) -> Any:
@@ -206,13 +202,14 @@ class IdentityPickler(pickle.Pickler):
 # -- classes and modules
 
 received_classes: weakref.WeakSet[type] = weakref.WeakSet()
-"""Classes that another process sent by value to this one.
+"""Classes that another process has sent by value to this one.
 
-Their objects go back as objects of the sender's class.
+An object of such a class goes back as an object of the sender's class.
 """
 
 
 def _class_sent_before(identifier: str, name: str) -> type:
+    """Return the class that this process has sent with this identifier of cloudpickle."""
     cls: type | None = class_of_id.get(identifier)
     if cls is None:
         msg = f"the class {name} of this object no longer exists here: it was defined again"
@@ -220,16 +217,16 @@ def _class_sent_before(identifier: str, name: str) -> type:
     return cls
 
 
-# Names of modules. Any thread may add to it: at worst, two check one module
+# Names of modules that were checked. Any thread may add to it: at worst, two check one module
 _checked: set[str] = set()
-_unimportable: set[str] = set()  # those that parawrap has registered to go by value
+_unimportable: set[str] = set()  # the modules that parawrap has registered to go by value
 
 
 def _register_unimportable(name: str) -> None:
     """Have cloudpickle send a module by value if other processes cannot import it."""
     if name in sys.modules and name not in _checked:
-        # A signal handler that raises in a finder would look as if the module could not be found
-        held = HeldSignals(lambda: None)
+        # `is_importable` would take an exception of a signal handler for one of a finder
+        held = HeldSignals(do_nothing)
         try:
             if name != "__main__" and not is_importable(name):
                 cloudpickle.register_pickle_by_value(sys.modules[name])
@@ -242,7 +239,7 @@ def _register_unimportable(name: str) -> None:
 def _goes_by_value(name: str) -> bool:
     """True if a module's definitions are pickled by value.
 
-    Other processes cannot import it, or the user has registered it or a package that has it.
+    Then other processes cannot import it, or the user has registered it or its package.
     """
     _register_unimportable(name)
     return name == "__main__" or is_among(name, cloudpickle.list_registry_pickle_by_value())
@@ -255,7 +252,7 @@ def modules_of_user() -> set[str]:
 
 
 def is_among(name: str | None, modules: set[str]) -> bool:
-    """True if a module, or a package that has it, is among these."""
+    """True if a module, or a package around it, is among these."""
     while name:
         if name in modules:
             return True
@@ -264,9 +261,9 @@ def is_among(name: str | None, modules: set[str]) -> bool:
 
 
 def is_importable(name: str) -> bool:
-    """True if the import path leads to the root of this module.
+    """True if an import finds the top package of this module, in the same file.
 
-    Modules that were loaded from a file may be elsewhere.
+    A module that was loaded from its file may be on no import path.
     """
     root = name.partition(".")[0]
     own_spec = getattr(sys.modules.get(root), "__spec__", None)
@@ -276,7 +273,7 @@ def is_importable(name: str) -> bool:
             found = finder.find_spec(root, None)
             if found is None:
                 continue
-            if own_file is None or found.origin is None:  # such as a namespace package
+            if own_file is None or found.origin is None:  # without a file, as namespace packages
                 return True
             return found.origin == own_file or Path(found.origin).samefile(own_file)
         except Exception:  # noqa: BLE001 (finders may raise anything)
@@ -298,11 +295,12 @@ def _name_of(value: Any) -> str | None:
         return None
     try:
         return name if resolve_name(name) is value else None
-    except (ImportError, AttributeError, ValueError):  # a library has removed it
+    except (ImportError, AttributeError, ValueError):  # the name has been deleted
         return None
 
 
 def _make_cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:
+    """Return a function with an empty cache."""
     return functools.lru_cache(**parameters)(function)
 
 
@@ -330,6 +328,7 @@ def _tensor(
     stride: tuple[int, ...],
     requires_grad: bool,
 ) -> torch.Tensor:
+    """Return a tensor on a storage."""
     if (reason := reason_of_mode()) is not None:
         raise pickle.UnpicklingError(reason)
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, stride)
@@ -339,18 +338,18 @@ def _tensor(
 
 
 def _storage(memory: Any) -> torch.UntypedStorage:
+    """Return a storage on this memory."""
     if len(memory) == 0:  # `frombuffer` refuses it
         return torch.UntypedStorage(0)
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Any:
-    """Return the storage's memory without a copy.
+    """Return the memory of a storage without a copy.
 
-    It keeps the storage alive, which may be a copy from a device.
-
-    Not as a memoryview: the collector of Python 3.11 crashes if it meets a view of a view in a
-    cycle, such as that of an exception and the frames of its traceback.
+    The result keeps the storage alive, which may be a copy from a device. It is no memoryview: the
+    collector of Python 3.11 crashes if it meets a view of a view in a cycle, such as that of an
+    exception and the frames of its traceback.
     """
     memory: Any = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
     memory.owner = storage
@@ -363,30 +362,30 @@ def _bytes_of(storage: torch.UntypedStorage) -> Any:
 def _reduce_exception(error: BaseException, *, replaces: bool) -> Any:
     """Reduce an exception to its class, arguments, attributes, and cause.
 
-    The user's ``__init__`` and ``__reduce__`` often fail, so they are not called. A class in C with
-    its own state, such as pydantic's ValidationError, can be made only by its own reduction. Causes
-    may form a circle, so they are state, which is pickled afterwards.
-
-    The builtin class `base` makes an object of the user's class from the arguments `made_from`.
+    The user's ``__init__`` and ``__reduce__`` often fail, so they are not called. Causes may form a
+    circle, so they are state, which is pickled afterwards.
     """
+    # The builtin class `base` makes an object of the user's class from the arguments `made_from`.
+    # It is not always the first base: `__base__` is the one that makes instances
     base: Any = type(error)
-    # `__base__` is the base that makes instances, which may not be the first one
     while base.__module__ != "builtins":
         base = base.__base__
     _, made_from, *given = base.__reduce__(error)
     try:
         _new_exception(type(error), base, made_from)
-    except TypeError:
+    except TypeError:  # a class in C with a state of its own, such as pydantic's ValidationError
         return error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    state: dict[str, Any] = dict(*given)  # of the attributes, if there are any
+
+    state: dict[str, Any] = dict(*given)  # `given` has the dict of attributes, if there is one
     own = object.__getstate__(error)
     if isinstance(own, tuple):
         _, slots = own  # the attributes in slots; the others are in `state` already
         state |= slots
-    # C keeps this name outside of `__dict__`, and some versions of Python leave it out above.
-    # Other builtin classes reduce their fields, or read them from `args`
+    # C code keeps `name` outside of `__dict__`, and some versions of Python do not reduce it. Other
+    # builtin classes reduce their fields, or read them from `args`
     if isinstance(error, (NameError, AttributeError)):
         state["name"] = error.name
+
     args = error.args
     if replaces:
         made_from = tuple(map(_sendable, made_from))
@@ -401,7 +400,7 @@ def _reduce_exception(error: BaseException, *, replaces: bool) -> Any:
 def _sendable(value: Any) -> Any:
     """Return a part of an exception, or a description if it cannot be pickled."""
     if isinstance(value, BaseException) or _refusal(value) is None:
-        return value  # the pickler reduces an exception in the same way as the outer one
+        return value  # an exception gets the same reduction as the outer one
     if type(value) in (list, tuple):  # such as the members of an ExceptionGroup
         return type(value)(map(_sendable, value))
     return safe_repr(value)
@@ -447,7 +446,7 @@ def _refusal(value: Any) -> Exception | None:
     try:
         ValuePickler(io.BytesIO(), buffers).dump(value)
     except Exception as error:  # noqa: BLE001 (classes may raise anything)
-        # The frames of its traceback lead back to the caller's, which holds the error: a cycle
+        # Without the traceback, whose frames include that of the caller, which keeps the error
         return error.with_traceback(None)
     finally:
         # The traceback of a cause may keep this frame, and with it the memory of tensors
@@ -459,11 +458,11 @@ def _find_unpicklable(value: Any, address: str, error: Exception) -> _Unpicklabl
     """Return the innermost unpicklable part."""
     whole = _Unpicklable(address, value, error)
     dead_ends: list[_Unpicklable] = []
-    # Without an address, `value` is a dict whose keys are the names of its parts. The step to them
-    # does not count
+    # Without an address, `value` is a dict whose keys name the parts: this step does not count
     steps = _MOST_STEPS if address else _MOST_STEPS + 1
     found = _descend(whole, steps, {id(value): value}, dead_ends)
-    return found or dead_ends[0]  # an innermost one: each is noted after its parts
+    # The first dead end is an innermost one: a part is noted before the value around it
+    return found or dead_ends[0]
 
 
 def _descend(
@@ -472,19 +471,25 @@ def _descend(
     """Return the innermost unpicklable part of a value.
 
     None if its parts are unpicklable only because they lead back to a value in `refused`, such as
-    a method that uses its class.
+    a method that uses its class. Then `dead_ends` gets the value.
+
+    Args:
+        whole: The value, which is unpicklable.
+        steps: How many levels below it are searched.
+        refused: Unpicklable values that were searched, by their ids. New ones are added.
+        dead_ends: Gets the values for which the result is None.
     """
     if steps == 0:
         return whole
-    is_cause = True  # as long as all parts can be pickled
+    is_cause = True  # until a part is found that may be the cause
     for part, place in _parts(whole.value, whole.address):
-        # Also an object of a subclass, such as a member of an IntEnum: it is rarely the cause
+        # Objects of subclasses too, such as a member of an IntEnum: they are rarely the cause
         if isinstance(part, PLAIN):
             continue
         was_searched = id(part) in refused
         has_refused_enough = len(refused) == _MOST_REFUSED
         if was_searched or has_refused_enough:
-            is_cause = False  # this part may be the cause
+            is_cause = False
         elif (error := _refusal(part)) is not None:
             is_cause = False
             refused[id(part)] = part  # alive, so that no other part gets its id
@@ -498,9 +503,9 @@ def _descend(
 
 
 def _parts(value: Any, address: str) -> Iterator[tuple[Any, str]]:
-    """Yield the parts that pickling this value would pickle, as far as they are easy to find."""
+    """Yield the parts of a value that a pickle of it has, and their addresses, if easy to find."""
     if reason_to_refuse(value) is not None:
-        return  # as a whole
+        return  # it is refused as a whole
     if isinstance(value, type):
         yield from _parts_of_class(value, address)
         return
@@ -531,8 +536,8 @@ def _parts(value: Any, address: str) -> Iterator[tuple[Any, str]]:
         for name, part in (*value.named_children(), *value.named_parameters(recurse=False)):
             is_of_sequence = name.isdecimal()  # such as a child of Sequential
             yield part, f"{address}[{name}]" if is_of_sequence else f"{address}.{name}"
-    # An object that refuses to be pickled does so whatever its attributes are: then this raises
     with contextlib.suppress(Exception):
+        # This raises if the object refuses to be pickled: then its attributes are not the cause
         value.__reduce_ex__(5)
         for name, part in list(getattr(value, "__dict__", {}).items()):
             yield part, f"{address}.{name}"
@@ -543,11 +548,11 @@ def _parts_of_class(cls: type, address: str) -> Iterator[tuple[Any, str]]:
         return
     for base in cls.__bases__:
         yield base, f"{address}'s base {base.__qualname__}"
-    # An attribute is the likelier cause: methods often use the class, and are refused with it
+    # Methods come last. They often use the class, so they are unpicklable because of an attribute
     methods: list[tuple[Any, str]] = []
     for name, part in list(vars(cls).items()):
         if name == "_abc_impl" or isinstance(part, _DESCRIPTORS_IN_C):
-            continue  # cloudpickle makes them again
+            continue  # not pickled: Python makes it again with the class
         if isinstance(part, _METHODS):
             methods.append((part, f"{address}.{name}"))
         else:

@@ -1,9 +1,9 @@
 """The agreement of ranks on a common loop iteration to save in.
 
 Each rank counts how often `should_checkpoint` has returned False. When the launch is preempted,
-each rank reports its count and blocks further calls. The highest count is the first call that no
-rank has answered: it returns True in all ranks. Before a preemption, a call only increments a
-counter and waits for no other rank.
+each rank reports its count and blocks further calls. If the calls are numbered from 0, the highest
+count is the number of the first call that no rank has answered yet: this call returns True in all
+ranks. Before a preemption, a call only increments a counter and waits for no other rank.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        # Of the three attributes below. The control thread reads the count and holds calls back in
-        # one step: no call can return False in between, uncounted. A handler of the function that
-        # raises may leave it locked: then the launch kills the rank after `grace_s`
+        # Its lock guards the three attributes below. `hold_back` reads the count and blocks calls
+        # under the lock, so that no call returns False in between. A signal handler that raises may
+        # leave the lock taken: then the launch kills the rank after `grace_s`
         self._changed = threading.Condition()
-        self._answered = 0
+        self._answered = 0  # how often `is_due` has returned False
         self._held_back = False
+        # the first call that returns True; None until the ranks have agreed
         self._due_from: int | None = None
 
     def is_due(self) -> bool:
-        """True if the rank should save now. Blocks while the ranks agree on the iteration."""
+        """Count a call. Return True if the rank should save now. Block until the ranks agree."""
         with self._changed:
             # Without a time limit: the launching process ends the ranks if they do not agree
             self._changed.wait_for(lambda: not self._held_back or self._due_from is not None)

@@ -1,4 +1,4 @@
-"""Values that can be pickled, or nearly, but lose their meaning in another process."""
+"""Values that pickle may accept, but that lose their meaning in another process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reason_to_refuse(value: Any) -> str | None:
     torch loads the classes of sharded and fake tensors late. A class that is not loaded has no
     instances.
     """
-    # Exact classes: a subclass may be made to be pickled. cloudpickle sends the two streams by name
+    # Exact classes: a subclass may support pickle. cloudpickle sends both streams by their names
     if type(value) in _FILES and value is not sys.stdout and value is not sys.stderr:
         return "an open file belongs to its process: send the path, and open the file there"
     if isinstance(value, torch.Tensor):
@@ -67,7 +67,8 @@ def _reason_for_tensor(tensor: torch.Tensor) -> str | None:
 
 def reason_of_mode() -> str | None:
     """Return why tensors cannot be sent or received now; None outside of FakeTensorMode."""
-    # Counting takes 50 ns. Most programs run under no mode, and make no tensor for this.
+    # FakeTensorMode is a dispatch mode, and makes each new tensor a fake one. The count takes 50
+    # ns, and is 0 in most programs, which then make no tensor here
     if count_dispatch_modes() and isinstance(torch.empty(0), loaded_class(FAKE_TENSOR)):
         return (
             "FakeTensorMode is active, in which copies of tensors have no values: leave the mode "

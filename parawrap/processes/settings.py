@@ -22,22 +22,22 @@ from parawrap._private_names import raw_environ
 class Settings:
     """The settings of a process that a function may rely on."""
 
-    environ: dict[str, str] | None  # None: ranks on other machines keep their own
-    # of multiprocessing, so that queues and other proxies of the script's managers work in ranks.
-    # It is a secret of this machine: None for others
+    environ: dict[str, str] | None  # None for ranks on other machines, which keep their own
+    # The key of multiprocessing, so that proxies of the script's managers, such as queues, work in
+    # ranks. It is a secret of this machine: None for ranks on others
     authkey: bytes | None = field(repr=False)
     cwd: str
-    path: list[str]  # for imports
+    path: list[str]  # of imports
     argv: list[str]
-    # of the script: multiprocessing makes its classes available in what it spawns
+    # The file of ``__main__``, from which processes that a rank spawns load its classes; or None
     main_file: str | None
-    main_name: str | None  # of a module that runs with ``python -m``; it has relative imports
+    main_name: str | None  # of a module that runs with ``python -m``, for relative imports; or None
     seed: int  # of torch's default generator
-    dtype: torch.dtype
-    # True for deterministic algorithms, and True if they only warn
+    dtype: torch.dtype  # torch's default
+    # True if deterministic algorithms are on, and True if others only cause a warning
     deterministic: tuple[bool, bool]
     precision: str | None  # of float32 matrix products; None if newer flags of torch set it
-    cudnn_benchmark: bool  # cuDNN chooses algorithms by measurement
+    cudnn_benchmark: bool  # True: cuDNN chooses algorithms by measurement
 
     @classmethod
     def here(cls) -> Settings:
@@ -50,7 +50,7 @@ class Settings:
             cwd=os.getcwd(),  # noqa: PTH109 (a text)
             path=list(sys.path),
             argv=list(getattr(sys, "argv", [""])),
-            main_file=None if file == "<stdin>" else file,  # multiprocessing would open it
+            main_file=None if file == "<stdin>" else file,  # multiprocessing opens this file
             main_name=getattr(getattr(main, "__spec__", None), "name", None),
             seed=torch.initial_seed(),
             dtype=torch.get_default_dtype(),
@@ -71,8 +71,8 @@ class Settings:
         """Apply the settings to this process, with an empty ``__main__``."""
         if self.authkey is not None:
             multiprocessing.current_process().authkey = self.authkey
-        if self.environ is None:
-            with contextlib.suppress(OSError):  # not on this machine
+        if self.environ is None:  # on another machine
+            with contextlib.suppress(OSError):  # the folder is not there
                 os.chdir(self.cwd)
             sys.path[:0] = [each for each in self.path if each not in sys.path]
         else:
@@ -82,12 +82,12 @@ class Settings:
         sys.modules["__main__"] = main = types.ModuleType("__main__")
         if self.main_file is not None:
             main.__file__ = self.main_file
-        if self.main_name is not None:  # spawned loader workers import this module by its name
+        if self.main_name is not None:  # workers of a loader import this module by its name
             main.__spec__ = ModuleSpec(self.main_name, None, origin=self.main_file)
             main.__package__ = main.__spec__.parent
         torch.default_generator.manual_seed(self.seed)  # the other generators are seeded from it
         torch.set_default_dtype(self.dtype)
-        if self.deterministic != (False, False):  # the first call takes a second
+        if self.deterministic != (False, False):  # not otherwise: the first call takes a second
             is_enabled, warn_only = self.deterministic
             torch.use_deterministic_algorithms(is_enabled, warn_only=warn_only)
         if self.precision not in (None, _precision()):
@@ -99,9 +99,9 @@ class Settings:
 class ChangedSettings:
     """Changes of a script between two calls of ranks that stay."""
 
-    environ: dict[str, str | None]  # None for variables that are gone
-    cwd: str | None  # None if it is the same
-    path: list[str] | None  # None if it is the same
+    environ: dict[str, str | None]  # the variables that changed; None for those that are gone
+    cwd: str | None  # None without a change
+    path: list[str] | None  # None without a change
 
     def apply(self) -> None:
         """Apply the changes to this process."""
@@ -111,9 +111,9 @@ class ChangedSettings:
             else:
                 os.environ[name] = value
         if self.environ:
-            time.tzset()  # C code reads TZ once
+            time.tzset()  # C code then reads the variable TZ again
         if self.cwd is not None:
-            with contextlib.suppress(OSError):  # deleted in the meantime, or not on this machine
+            with contextlib.suppress(OSError):  # the folder was deleted, or is not on this machine
                 os.chdir(self.cwd)
         if self.path is not None:
             sys.path[:] = self.path
@@ -122,13 +122,14 @@ class ChangedSettings:
 class Surroundings(NamedTuple):
     """The environment, the folder, and the import path of a process."""
 
-    raw: dict[bytes, bytes]  # the environment as bytes: comparing it takes no decoding
+    raw: dict[bytes, bytes]  # the environment as bytes, which is compared without decoding
     environ: dict[str, str]
     cwd: str
     path: list[str]
 
     @classmethod
     def here(cls) -> Surroundings:
+        """Return those of this process."""
         # os.getcwd takes a tenth of the time of Path.cwd
         return cls(dict(raw_environ), dict(os.environ), os.getcwd(), list(sys.path))  # noqa: PTH109
 
@@ -137,13 +138,11 @@ class SentSurroundings:
     """The environment, the folder, and the import path that ranks had at their last call."""
 
     def __init__(self) -> None:
+        # What the ranks have, and what they get if the last changes are sent
         self._sent = self._next = Surroundings.here()
 
     def changes(self) -> ChangedSettings | None:
-        """Return what changed since the last call; None if nothing has.
-
-        Costs 2 us without changes.
-        """
+        """Return what changed since the last call; None if nothing did, which takes 2 us."""
         sent = self._sent
         cwd = os.getcwd()  # noqa: PTH109 (a tenth of the time of Path.cwd)
         if raw_environ == sent.raw and cwd == sent.cwd and sys.path == sent.path:
@@ -155,7 +154,7 @@ class SentSurroundings:
         return ChangedSettings(changed, cwd_now, path_now)
 
     def note_sent(self, changes: ChangedSettings | None) -> None:
-        """Note that the ranks get the last changes."""
+        """Note that the ranks get these changes, from the last call of `changes`."""
         if changes is not None:
             self._sent = self._next
 

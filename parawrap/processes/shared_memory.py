@@ -6,8 +6,9 @@ A slab belongs to the end of a wire that writes it. The other end maps it once::
                                        │
                                        └── retired: unmapped at both ends
 
-The owner writes a slab only while it is free. The reader returns it when no tensor refers to its
-memory any more. Each end numbers its own slabs. The numbers travel with the next message.
+The owner writes a slab only while it is free. The reader releases it once no tensor refers to its
+memory. Each end numbers its own slabs. The numbers of released and of retired slabs travel with the
+next message.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from typing import Any, NamedTuple
 from parawrap.errors import SessionError
 
 MOST_KEPT = 64 << 20
-"""Bytes of free slabs that an idle end keeps: a larger one is returned to the system soon."""
+"""Bytes of free slabs that an idle end of a wire keeps. A larger slab is retired soon."""
 
 ALIGNMENT = 64
 """Bytes, as torch aligns CPU tensors."""
 
-_WORTH_MAPPING = 1 << 20  # bytes; below, reading takes less time than mapping
-_WORTH_LENDING = 1 << 20  # bytes; copying fewer takes less time than making a new slab
-# slabs that tensors of a reader lie on; later blocks are copied, which bounds memory
+# Bytes. Below these, a read takes less time than a map, and a copy less than a new slab
+_WORTH_MAPPING = 1 << 20
+_WORTH_LENDING = 1 << 20
+# Slabs with tensors of a reader: later blocks are copied, which bounds memory. A guess
 _MOST_LENT = 4
 _MOST_FREE = 2  # slabs: a lane sends one message ahead of the one that its worker computes
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM)
@@ -78,7 +80,7 @@ def map_file(file: int) -> memoryview:
     if size >= _WORTH_MAPPING:
         writable = mmap.PROT_READ | mmap.PROT_WRITE
         return memoryview(mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=writable))
-    # not read(): receivers share the position
+    # Not `read`: all receivers share the position of the file
     return memoryview(bytearray(os.pread(file, size, 0)))
 
 
@@ -115,7 +117,7 @@ class Block:
     def __init__(self) -> None:
         self.parts: list[Any] = []
         self.size: int = 0
-        # Most blocks have none, and no `__del__`, in which Ctrl-C would be lost
+        # An object of its own, so that most blocks have no `__del__`, in which Ctrl-C would be lost
         self._file: _OwnFile | None = None
 
     @property
@@ -131,7 +133,7 @@ class Block:
         return b"".join(self.parts)
 
     def copy_bytes(self) -> None:
-        """Copy the bytes, so that the caller may change its tensors."""
+        """Copy the bytes, so that the caller may change its tensors from here on."""
         if self.size < _WORTH_MAPPING:
             self.parts = [self.to_bytes()]
         elif self._file is None:
@@ -152,28 +154,32 @@ class _Mapped(NamedTuple):
 class Slabs:
     """The slabs of one end of a wire, and those of the other end that it reads.
 
-    One thread at a time uses it. Memory that is lent may be freed in any thread, also within a
-    method of this object.
+    One thread at a time uses it. But the collector may free lent memory in any thread, and within
+    any method of this object.
 
     Attributes:
-        lends_all: True to leave each block in its slab: the reader drops its tensors soon.
-        retired: Numbers of slabs of this end that are gone, which the other end may unmap.
+        lends_all: True to copy no block out of its slab: the reader drops its tensors soon.
+        retired: Numbers of slabs of this end that are gone. The next message has them, so that the
+            other end unmaps the slabs.
     """
 
     def __init__(self) -> None:
         self.lends_all = False
         self.retired: list[int] = []
-        self._own: dict[int, mmap.mmap] = {}
-        self._free: list[int] = []  # by size
+        # Slabs of this end
+        self._own: dict[int, mmap.mmap] = {}  # by number
+        self._free: list[int] = []  # numbers of slabs, the smallest slab first
         self._numbers = count()
-        self._mapped: dict[int, _Mapped] = {}
-        # Slabs of the other end, by id of the ref, which the dict keeps alive
+        # Slabs of the other end
+        self._mapped: dict[int, _Mapped] = {}  # by number
+        # A reference to lent memory, and the number of its slab, by the id of the reference
         self._lent: dict[int, tuple[weakref.ref[Any], int]] = {}
-        # Refs to lent memory that nothing uses any more. Any thread may append, in one step of C
+        # References whose memory was freed. Any thread may append: this is one step in C
         self._freed: deque[weakref.ref[Any]] = deque()
-        # slabs that could not be mapped, and numbers to send again
+        # What `take_released` returns first: refused slabs, and numbers that were not sent
         self._refused: deque[int] = deque()
-        self._inherited: set[int] = set()  # lent while this process forked: the child may read them
+        # Lent while this process forked: the child may read them, so they are not filled again
+        self._inherited: set[int] = set()
         _all.add(self)
 
     # The owner
@@ -208,13 +214,13 @@ class Slabs:
             if (gone := self._mapped.pop(number, None)) is not None:
                 os.close(gone.file)
         for number in released:
-            if number < 0:  # "not again": see `take_released`
+            if number < 0:  # not to be used again: see `take_released`
                 self._retire(~number)
             else:
                 self.free(number)
 
     def free(self, number: int) -> None:
-        """Keep a slab for a later message, and the largest free ones with it."""
+        """Keep a slab for a later message. Retire the smallest free slabs if there are too many."""
         self._free = sorted((*self._free, number), key=lambda each: len(self._own[each]))
         while len(self._free) > 1:  # the largest stays until `trim`
             n_bytes = sum(len(self._own[each]) for each in self._free)
@@ -223,7 +229,7 @@ class Slabs:
             self._retire(self._free.pop(0))
 
     def forget(self, number: int) -> None:
-        """Forget a slab that the other end has not received."""
+        """Forget a new slab that the other end has not received."""
         del self._own[number]
 
     def trim(self) -> None:
@@ -237,11 +243,12 @@ class Slabs:
         self.retired.append(number)
 
     def _take(self, size: int) -> tuple[int, int | None]:
+        """Take the smallest free slab with this room, or make one. Return as `fill` does."""
         for number in self._free:
             if len(self._own[number]) >= size:
                 self._free.remove(number)
                 return number, None
-        # Larger by a quarter at most, so that similar sizes fit too
+        # At most a quarter larger than needed, so that blocks of similar sizes fit too
         step = max(_WORTH_MAPPING, 1 << (size.bit_length() - 3))
         n_steps = -(-size // step)  # rounded up
         number, file = next(self._numbers), memory_file()
@@ -258,7 +265,7 @@ class Slabs:
     def read(self, number: int, size: int, file: int | None) -> memoryview:
         """Return a block in a slab of the other end. A new slab comes with its file.
 
-        Takes over the file.
+        This object owns the file from here on.
 
         Raises:
             OSError: If this process has reached a limit. The owner is told to retire the slab.
@@ -270,7 +277,7 @@ class Slabs:
                 os.close(file)
                 self.refuse(number)
                 raise
-        # Lent in any case: the slab returns to its owner when the copy below is made
+        # Lent in any case: after the copy below, nothing refers to `block`, which is released then
         block = self._lend(number)[:size]
         n_lent = len(self._lent) - len(self._freed)
         if self.lends_all or (size >= _WORTH_LENDING and n_lent <= _MOST_LENT):
@@ -283,14 +290,13 @@ class Slabs:
 
     @property
     def has_released(self) -> bool:
-        """True if the owner waits for numbers of slabs."""
+        """True if `take_released` has numbers."""
         return bool(self._freed or self._refused)
 
     def take_released(self, most: int) -> list[int]:
-        """Return numbers of the other end's slabs that nothing refers to here.
+        """Return numbers of the other end's slabs to which nothing refers here.
 
-        ``~number`` says that the owner must not use the slab again. It is negative for each number,
-        also for 0.
+        ``~number`` says that the owner must not use the slab again. It is negative, also for 0.
         """
         found: list[int] = []
         while len(found) < most and self._refused:
@@ -304,17 +310,14 @@ class Slabs:
         return found
 
     def return_released(self, numbers: Sequence[int]) -> None:
-        """Keep numbers for the next message: theirs was not sent."""
+        """Keep numbers for the next message. The message for which they were taken was not sent."""
         self._refused.extendleft(reversed(numbers))
 
     def _lend(self, number: int) -> memoryview:
-        """Return the memory of a slab.
-
-        It is released when nothing refers to this memory any more.
-        """
+        """Return the memory of a slab, which is released once nothing refers to the result."""
         memory = self._mapped[number].memory
         owner = (_byte * len(memory)).from_buffer(memory)
-        # The callback is a method in C: it is atomic, and no signal handler can raise within it
+        # The callback is a method in C: one step, within which no signal handler can raise
         reference = weakref.ref(owner, self._freed.append)
         self._lent[id(reference)] = reference, number
         return memoryview(owner).cast("B")
@@ -328,11 +331,11 @@ class Slabs:
         self._mapped.clear()
 
     def make_private(self) -> None:
-        """Make the memory that tensors use private to this process and the child that it forks.
+        """Make lent memory private, just before this process forks.
 
-        A mapping is shared, which costs nothing when the slab is used again. After a fork, parent
-        and child must not see each other's writes. So the same file is mapped privately at the same
-        address. The owner does not write it any more, because the slab returns as "not again".
+        A slab is a shared mapping. After a fork, parent and child must not see each other's writes.
+        So the same file is mapped privately at the same address. The owner does not fill the slab
+        again: its number returns as ``~number``.
         """
         for _, number in list(self._lent.values()):
             mapped = self._mapped.get(number)
@@ -340,7 +343,7 @@ class Slabs:
                 continue
             self._inherited.add(number)
             address = ctypes.addressof(_byte.from_buffer(mapped.memory))
-            flags = mmap.MAP_PRIVATE | _MAP_FIXED  # replaces the pages in one step for all threads
+            flags = mmap.MAP_PRIVATE | _MAP_FIXED  # replaces the pages in one step
             writable = mmap.PROT_READ | mmap.PROT_WRITE
             _libc.mmap(address, len(mapped.memory), writable, flags, mapped.file, 0)
 
@@ -349,7 +352,7 @@ _all: weakref.WeakSet[Slabs] = weakref.WeakSet()
 
 
 def _reserve(file: int, size: int) -> None:
-    """Give a file its size and memory: else a later write would end the process by SIGBUS."""
+    """Give a file its size and memory. Without memory, a later write would raise SIGBUS."""
     try:
         os.posix_fallocate(file, 0, size)
     except OSError as error:
@@ -363,7 +366,7 @@ def _reserve(file: int, size: int) -> None:
 
 
 def _make_private() -> None:
-    # A list: the collector may drop a member meanwhile
+    # A copy: the collector may remove an entry meanwhile
     for slabs in list(_all):
         slabs.make_private()
 

@@ -1,4 +1,4 @@
-"""The store where ranks meet, their process groups, and the end of collectives that wait."""
+"""The store where ranks meet, their process groups, and how waiting collectives are ended."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ LOOPBACK_INTERFACES = ("lo", "lo0")  # of Linux and of macOS
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ALL_INTERFACES = "0.0.0.0"
 LINGER_S = 1.0
-"""Seconds that a rank which has returned stays for the others, as docs/launching.md promises.
+"""Seconds that a rank stays after its function has returned, as docs/launching.md promises.
 
-Ranks in a collective end it before this one breaks its connections.
+Other ranks can complete a collective before the connections of this rank break.
 """
 
 NO_LIMIT = timedelta(days=365)
-"""For waits whose end depends on the function: others limit it, such as the time of a job."""
+"""For waits that last as long as the user's function. A time limit of the launch may end them."""
 
 _BACKLOG = 4096  # the most that Linux queues by default: all ranks connect at once
 _OPEN_FILES = Path("/dev/fd")
-_has_joined = False  # process groups; set once. The function may have destroyed them since
+_has_joined = False  # True once this rank has joined groups, also after they were destroyed
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StoreAddress:
     host: str | None = None
     port: int = 0
     path: str | None = None
-    # a store listens at the port; otherwise it is free, and user code on rank 0 may open one
+    # True if a store listens at the port. Otherwise, the port is free for user code on rank 0
     is_served: bool = False
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class StoreAddress:
         if self.path is not None:
             return dist.FileStore(self.path, world_size)
         try:
-            # Without a wait for others: they may start much later, or fail
+            # Without a wait for other ranks, which may start much later, or fail
             return dist.TCPStore(str(self.host), self.port, is_master=False, wait_for_workers=False)
         except (RuntimeError, dist.DistError) as error:
             msg = (
@@ -84,8 +84,8 @@ def store_folders(pid: int) -> str:
 def open_file_store() -> Iterator[StoreAddress]:
     """Keep a file for ranks of this machine, in a folder that only this user may enter.
 
-    The process that forks ranks removes the folder if this process is killed: it knows the name
-    from `store_folders`.
+    If this process is killed, the fork server removes the folder, whose name has the prefix of
+    `store_folders`.
     """
     prefix = store_folders(os.getpid()).removesuffix("*")
     with tempfile.TemporaryDirectory(
@@ -96,9 +96,9 @@ def open_file_store() -> Iterator[StoreAddress]:
 
 @contextlib.contextmanager
 def open_tcp_store(host: str, port: int, *, on_all_interfaces: bool) -> Iterator[StoreAddress]:
-    """Keep a store at a port, or a free one, of this machine.
+    """Keep a store at a port of this machine.
 
-    It gets the bound socket, so no other process has the port.
+    The store gets a socket that is bound already, so no other process can take the port.
 
     Args:
         host: The address that ranks connect to.
@@ -122,12 +122,12 @@ def open_tcp_store(host: str, port: int, *, on_all_interfaces: bool) -> Iterator
     with listener:
         listener.settimeout(None)
         port = int(listener.getsockname()[1])
-        file = os.dup(listener.fileno())  # the store closes it
+        file = os.dup(listener.fileno())  # the store owns it
         store = dist.TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=file
         )
     yield StoreAddress(host, port, is_served=True)
-    del store  # it serves until here
+    del store  # not before: the store serves as long as this object lives
 
 
 def free_port() -> int:
@@ -138,7 +138,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of a world."""
+    """The process groups of a world, as the user has described them."""
 
     backend: str  # for torch.distributed
     lists: Sequence[Sequence[int]]  # the ranks of each group; empty for one group of all ranks
@@ -150,10 +150,10 @@ class Groups:
     ) -> dist.ProcessGroup | None:
         """Join the world's process group and this rank's own group.
 
-        Return the latter; None if it is in no list.
+        Return this rank's own group, or None if the rank is in no list.
         """
         global _has_joined
-        _has_joined = True  # also if it fails: its errors may be echoes
+        _has_joined = True  # first: an error below may be an echo
         if self.on_loopback:
             stay_on_loopback()
         before = _connections()
@@ -171,7 +171,7 @@ class Groups:
             raise
         world = cast("dist.ProcessGroup", dist.group.WORLD)
         group = self.make_own(rank) if self.lists else world
-        # gloo connects all pairs while a group is made
+        # gloo connects all pairs of ranks when a group is made
         _links.clear()
         _links.update(_connections() - before)
         return group
@@ -201,12 +201,12 @@ def leave_groups() -> None:
 
 
 def _number_groups_again() -> None:
-    """Make torch number the next groups as the first ones.
+    """Make torch number the next groups from 0.
 
-    It counts a group that could not be joined, and starts from 0 only when it destroys the default
-    group. Ranks with different numbers of groups would wait for each other forever.
+    torch also counts a group that could not be joined, and starts again from 0 only when it
+    destroys the default group. Ranks that count differently would wait for each other forever.
     """
-    with contextlib.suppress(Exception):  # the first error is raised
+    with contextlib.suppress(Exception):  # the caller raises the first error
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     leave_groups()
 
@@ -226,41 +226,40 @@ def count_operations() -> int | None:
         return None
     try:
         return sequence_number_of(dist.group.WORLD)
-    except Exception:  # noqa: BLE001 (not every backend counts)
+    except Exception:  # noqa: BLE001 (a backend that does not count: equal in all ranks)
         return 0
 
 
 # -- broken connections
 
-# the name of a socket in /dev/fd, which tells it from later ones, and its descriptor
+# The name of a socket in /dev/fd, which no later socket gets, and its descriptor
 _Link = tuple[str, int]
 
 _links: set[_Link] = set()  # the connections of this rank to others
 
 
 def break_links() -> None:
-    """Shut down the connections to other ranks, and abort NCCL.
+    """Shut down the connections to other ranks, and abort NCCL: waiting collectives then raise.
 
-    Collectives that wait in gloo then raise.
-
-    torch offers this for NCCL only (`ProcessGroup.abort`). Listening sockets stay: gloo ends the
-    process without them.
+    torch offers this for NCCL only (`ProcessGroup.abort`). Listening sockets stay, because gloo
+    ends the process without them.
     """
     if dist.is_initialized() and torch.cuda.is_initialized():
         with contextlib.suppress(Exception):  # a group without a backend for the device
             dist.group.WORLD.abort()  # type: ignore[union-attr]
-    # Only those that are still open: another file may have the number of a closed one
+    # Only connections that are still open: another file may have the number of a closed one
     for _, number in _links & _connections():
-        # A duplicate, which is closed here: the socket object of the library keeps its own
+        # On a duplicate, which this block closes: the descriptor itself belongs to gloo
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as link:
             link.getpeername()  # raises for a listening socket
             link.shutdown(socket.SHUT_RDWR)
 
 
 def _connections() -> set[_Link]:
+    """Return all open sockets of this process."""
     found = set()
     for file in os.listdir(_OPEN_FILES):  # noqa: PTH208 (names only)
-        with contextlib.suppress(OSError):  # closed meanwhile, such as the one that lists them
+        with contextlib.suppress(OSError):  # closed meanwhile, as the descriptor of the folder
             name = os.readlink(_OPEN_FILES / file)  # noqa: PTH115
             if name.startswith("socket:"):
                 found.add((name, int(file)))

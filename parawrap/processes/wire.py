@@ -9,8 +9,8 @@ The block has the memory of tensors. Up to 32 KiB travel in the socket, and one 
 message. On one machine, a larger block lies in a slab, or in a memory file that several receivers
 map. Over TCP, everything travels in the socket.
 
-A launching process never waits for a wire: what has arrived of a message, and what has not left
-yet, stays in a buffer. A rank waits: for its next message, and until an answer has left.
+A launching process never waits for a wire: parts of messages that have arrived, and parts that have
+not left yet, stay in buffers. A rank waits: for its next message, and until an answer has left.
 
 EOF and connection errors mean that the other end is gone. A limit of this process, on files or on
 memory, is an error here, and the connection goes on.
@@ -39,32 +39,36 @@ from parawrap.processes.shared_memory import (
     map_file,
 )
 
-# Bytes of the body and of the block, the place of the block, True if its slab is new, and how many
-# numbers of released and of retired slabs follow
+# The head of a message: the bytes of the body and of the block, the place of the block, True if its
+# slab is new, and how many numbers of released and of retired slabs follow
 _HEAD = struct.Struct("<QQq?HH")
-_IN_SOCKET, _IN_FILE = -1, -2  # places; others are numbers of slabs
-_LARGEST_INLINE = 32 << 10  # bytes; a socket buffers about 200 KiB, so that a send rarely waits
+_IN_SOCKET, _IN_FILE = -1, -2  # places of a block. Others are numbers of slabs
+# Bytes of a body, and of both: larger ones do not travel in the socket of one machine, which
+# buffers about 200 KiB, so that a send rarely waits
+_LARGEST_INLINE = 32 << 10
 _ROOM = 64 << 10  # bytes of one read: a small message, and the begin of the next
 _FILE_ROOM = socket.CMSG_SPACE(array("i").itemsize)  # each message brings one file at most
 # Plain integers: an enum takes longer than the read. macOS lacks the first
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _TRUNCATED = int(socket.MSG_CTRUNC)
 _NUMBER = 8  # bytes of a number of a slab, in an array of the type "q"
-_MOST_NUMBERS = 1 << 12  # of slabs that one message names; others wait for the next
-# After these errors of this process the connection goes on. All others end it
+_MOST_NUMBERS = 1 << 12  # of slabs in one message: others wait for the next
+# Errors that report a limit of this process: the connection goes on. All others end it
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ETOOMANYREFS)
 _EMPTY = memoryview(b"")
-_WIRE_IDLE_S = 3.0  # after which a rank returns large slabs; a guess: training steps are shorter
+# Seconds without a message, after which a rank returns large slabs. A guess: training steps are
+# shorter
+_WIRE_IDLE_S = 3.0
 
 SLABS_ONLY = ""
-"""The word of a message that only brings numbers of slabs."""
+"""The word of a message that has only numbers of slabs."""
 
 LOST = "lost"
-"""The word that `read` gives a message whose own word lay in memory that it could not map."""
+"""The word of a received message whose own word was in memory that this process could not map."""
 
 
 class Message(NamedTuple):
-    """One message. `error` says why this process could not take its block: a limit of its own."""
+    """One message. `error` is the limit of this process at which it could not take the block."""
 
     word: str
     body: Any
@@ -76,20 +80,20 @@ class Letter(NamedTuple):
     """A message that is ready: it must be posted or dropped before the next is encoded."""
 
     pieces: list[Any]
-    file: int | None  # goes with the first piece
+    file: int | None  # leaves with the first piece
     place: int  # the number of a slab, `_IN_SOCKET`, or `_IN_FILE`
-    is_new: bool  # the file is that of a new slab, and is closed once it has left
-    released: list[int]
+    is_new: bool  # True if `file` is that of a new slab: the wire closes it once it has left
+    released: list[int]  # numbers of slabs, which the message has
     retired: list[int]
-    block: Block | None  # owns the file, or the memory of the pieces
+    block: Block | None  # kept alive: it owns the file, or the memory of the pieces
 
 
 class _Unsent(NamedTuple):
     """A piece of a message that has not left."""
 
     data: Any
-    letter: Letter  # keeps the memory of the data
-    brings_file: bool
+    letter: Letter  # keeps the memory of the data alive
+    brings_file: bool  # True if the file of the letter leaves with it
 
 
 @dataclass
@@ -97,8 +101,8 @@ class _Partial:
     """A message that is larger than the room, and has not arrived completely."""
 
     head: tuple[Any, ...]
-    content: memoryview
-    filled: int
+    content: memoryview  # what follows the head
+    filled: int  # how many bytes of it have arrived
 
 
 class Wire:
@@ -117,7 +121,8 @@ class Wire:
         self._room = memoryview(bytearray(_ROOM))
         self._start = self._end = 0  # of the bytes in the room that belong to no message yet
         self._partial: _Partial | None = None
-        self._files: deque[int | None] = deque()  # of messages that are not complete; None: refused
+        # Files of messages that are not complete. None for a file that the kernel has dropped
+        self._files: deque[int | None] = deque()
         self._messages: deque[Message] = deque()  # for `receive`: one read may return several
         close_in_forked_children(self)
 
@@ -131,7 +136,7 @@ class Wire:
         return self._socket.fileno() >= 0
 
     def lend_all(self) -> None:
-        """Leave all tensors that arrive in slabs there: the reader drops them soon."""
+        """Copy no tensors out of the slabs in which they arrive: the reader drops them soon."""
         self._slabs.lends_all = True
 
     # Sending
@@ -166,33 +171,35 @@ class Wire:
             head = _HEAD.pack(len(pickled), size, _IN_SOCKET, False, 0, 0)
             data = b"".join((head, pickled, *parts))
             return Letter([data], None, _IN_SOCKET, False, [], [], block)
-        # `content` goes through the socket. What does not lies at `place`, and `file` may go along
+        # `content` travels in the socket, with `file` if the other end lacks it. On one machine,
+        # other parts are at `place`
         place, file, is_new = _IN_SOCKET, None, False
         content = [pickled, *parts]
         if self._is_local and block_file is not None:
             place, file, content = _IN_FILE, block_file, [pickled]
         elif self._is_local and not is_small:
-            if len(pickled) > _LARGEST_INLINE:  # then the body follows the block in the slab
+            if len(pickled) > _LARGEST_INLINE:  # the body follows the block in the slab
                 place, file = slabs.fill([*parts, pickled], size + len(pickled))
                 content = []
             else:
                 place, file = slabs.fill(parts, size)
                 content = [pickled]
             is_new = file is not None
-        # From here on nothing may raise: `drop` alone returns the slab and the numbers
+
+        # From here on nothing may raise: only `drop` returns the slab and the numbers
         released, retired = self._take_numbers()
         numbers = array("q", released + retired).tobytes()
         counts = len(released), len(retired)
         head = _HEAD.pack(len(pickled), size, place, is_new, *counts)
         pieces = [head, numbers, *content]
-        # A copy costs less than another entry into the kernel. A block over TCP may be large
+        # One piece if it is small: a copy costs less than another system call
         if sum(map(len, pieces)) <= _ROOM + _LARGEST_INLINE:
             pieces = [b"".join(pieces)]
         return Letter(pieces, file, place, is_new, released, retired, block)
 
     def drop(self, letter: Letter) -> None:
-        """Do not send a message."""
-        # In front, as they were: the other end waits longest for the first
+        """Give back the parts of a message that is not sent."""
+        # At the front, where they were: the other end waits longest for them
         self._slabs.return_released(letter.released)
         self._slabs.retired[:0] = letter.retired
         if letter.is_new:
@@ -213,7 +220,7 @@ class Wire:
             return self._send_unsent()
         except OSError:
             has_left_in_part = self._unsent[0].data is not letter.pieces[0]
-            # The rest leaves later, when the limit allows it
+            # Then it is too late to drop the message: the rest leaves later
             if has_left_in_part or not is_first:
                 return True
             self._unsent.clear()
@@ -228,17 +235,14 @@ class Wire:
             self._unsent.append(_Unsent(piece, letter, brings_file=False))
 
     def flush(self) -> bool:
-        """Send what has not left, as far as the socket takes it.
-
-        Return False if the end is closed.
-        """
+        """Send unsent data as far as the socket takes it. Return False if the end is closed."""
         try:
             return self._send_unsent()
-        except OSError:  # a limit of this process: it leaves later
+        except OSError:  # a limit of this process: the data leaves later
             return True
 
     def _send_unsent(self) -> bool:
-        """Raise OSError at a limit of this process: the first piece has not left then."""
+        """Send as `flush`, but raise OSError at a limit of this process."""
         while self._unsent:
             data, letter, brings_file = self._unsent[0]
             try:
@@ -255,7 +259,7 @@ class Wire:
                 self._discard_unsent()
                 return False
             if sent < len(data):
-                # The file has left with the first byte, and does not leave again
+                # The file has left with the first byte
                 self._unsent[0] = _Unsent(memoryview(data).cast("B")[sent:], letter, False)
             else:
                 self._unsent.popleft()
@@ -264,13 +268,14 @@ class Wire:
         return True
 
     def _discard_unsent(self) -> None:
+        """Drop unsent data: the other end is gone."""
         for _, letter, brings_file in self._unsent:
             if brings_file:
                 _close_new(letter)
         self._unsent.clear()
 
     def _take_numbers(self) -> tuple[list[int], list[int]]:
-        """Take the numbers of slabs that go with one message: of released and of retired ones."""
+        """Take the numbers of slabs for one message: of released ones, and of retired ones."""
         retired = self._slabs.retired[:_MOST_NUMBERS]
         del self._slabs.retired[:_MOST_NUMBERS]
         return self._slabs.take_released(_MOST_NUMBERS), retired
@@ -285,7 +290,7 @@ class Wire:
                 if message.word != SLABS_ONLY:
                     return message
             try:
-                # Without either, the wait has no time limit: setting one takes two system calls
+                # Only then with a time limit, which takes two system calls
                 if self._slabs.has_large or self._slabs.has_released:
                     self._read_or_trim()
                 else:
@@ -294,12 +299,12 @@ class Wire:
                 return None
 
     def _read_or_trim(self) -> None:
-        """Read, or return large slabs to the system if nothing comes."""
+        """Read, or return large slabs to the system if no message comes for some seconds."""
         self._socket.settimeout(_WIRE_IDLE_S)
         try:
             self._messages += self.read()
         except TimeoutError:
-            self._socket.settimeout(None)  # first: a part of a message must not time out
+            self._socket.settimeout(None)  # first: `trim` must not time out within its message
             self.trim()
         finally:
             self._socket.settimeout(None)
@@ -307,11 +312,11 @@ class Wire:
     def read(self) -> list[Message]:
         """Read once, and return the messages that are complete.
 
-        Those with the word SLABS_ONLY need no handling: `read` has taken their numbers.
+        Messages with the word SLABS_ONLY need no handling: `read` has taken their numbers.
 
         Raises:
             EOFError: If the other end is closed.
-            TimeoutError: If the socket has a time limit, which is over.
+            TimeoutError: If `receive` has set a time limit, and nothing has arrived.
         """
         found: list[Message] = []
         if (partial := self._partial) is not None:
@@ -320,7 +325,7 @@ class Wire:
                 self._partial = None
                 found.append(self._open(partial.head, partial.content, is_own=True))
         else:
-            # There is room: `_take` moves what is left, and takes large messages out
+            # There is room: `_take` moves the rest to the front, and large messages elsewhere
             self._end += self._read_into(self._room[self._end :])
             while self._start < self._end and (message := self._take()) is not None:
                 found.append(message)
@@ -333,16 +338,17 @@ class Wire:
                 count, attached, flags, _ = self._socket.recvmsg_into(
                     [memory], _FILE_ROOM, _CLOSE_ON_EXEC
                 )
-                if attached:  # those of one message: one read never returns the files of two
+                if attached:  # at most one file: a read ends before the data with the next one
                     ((_, _, data),) = attached
-                    self._files.append(array("i", data)[0])
-                elif flags & _TRUNCATED:  # the kernel dropped it: a limit of this process
+                    (file,) = array("i", data)
+                    self._files.append(file)
+                elif flags & _TRUNCATED:  # the kernel has dropped a file: a limit of this process
                     self._files.append(None)
             else:
                 count = self._socket.recv_into(memory)
         except BlockingIOError:
             return 0
-        except TimeoutError:  # an OSError, but not the end of the connection
+        except TimeoutError:  # an OSError too, but not the end of the connection
             raise
         except OSError as error:
             if error.errno in _LIMITS:  # nothing was read
@@ -358,7 +364,7 @@ class Wire:
         if len(arrived) >= _HEAD.size:
             head = _HEAD.unpack_from(arrived)
             body_size, block_size, place, _, n_released, n_retired = head
-            before = _NUMBER * (n_released + n_retired)  # bytes before the block
+            before = _NUMBER * (n_released + n_retired)  # bytes between the head and the block
             is_body_in_slab = place >= 0 and body_size > _LARGEST_INLINE
             if not is_body_in_slab:
                 before += body_size
@@ -371,20 +377,20 @@ class Wire:
                     self._start = self._end = 0
                 return message
             if _HEAD.size + needed > _ROOM:
-                pad = -before % ALIGNMENT  # so that the block is aligned
+                pad = -before % ALIGNMENT  # in front, so that the block is aligned
                 memory = aligned_room(pad + needed)[pad:]
                 memory[: len(content)] = content
-                # The next reads write there, past the room: a large message is not copied twice
+                # The next reads write into this memory: a large message is not copied twice
                 self._partial = _Partial(head, memory, len(content))
                 self._start = self._end = 0
                 return None
-        if self._start:  # the rest of the message needs the place of those before it
+        if self._start:  # to the front: the rest of the message needs the room
             self._room[: len(arrived)] = bytes(arrived)
             self._start, self._end = 0, len(arrived)
         return None
 
     def _open(self, head: tuple[Any, ...], content: memoryview, *, is_own: bool) -> Message:
-        """Return a complete message. `is_own`: the content has memory of its own."""
+        """Return a complete message. `is_own` is False if the content is in the room."""
         body_size, block_size, place, is_new, n_released, n_retired = head
         is_body_in_slab = place >= 0 and body_size > _LARGEST_INLINE
         at = _NUMBER * (n_released + n_retired)
@@ -400,7 +406,7 @@ class Wire:
                 block, pickled = slab[:block_size], slab[block_size:]
             elif place >= 0:
                 block = self._read_slab(place, block_size, is_new=is_new)
-            elif block_size > 0 and not is_own:  # the next read writes into the room
+            elif block_size > 0 and not is_own:  # the next read overwrites the room
                 block = aligned_copy(block)
         except OSError as reason:
             said = reason.strerror or str(reason)
@@ -413,6 +419,7 @@ class Wire:
         return Message(word, body, block if block_size > 0 else _EMPTY)
 
     def _read_slab(self, number: int, size: int, *, is_new: bool) -> memoryview:
+        """Return a block in a slab, whose file has arrived if it is new."""
         file = None
         if is_new:
             file = self._files.popleft()
@@ -422,6 +429,7 @@ class Wire:
         return self._slabs.read(number, size, file)
 
     def _map_file(self) -> memoryview:
+        """Return the bytes of the file that has arrived with a message."""
         file = self._files.popleft()
         if file is None:
             raise _too_many_files()
@@ -436,7 +444,7 @@ class Wire:
         """Return large slabs to the system, and send the numbers that the other end waits for."""
         self._slabs.trim()
         if self._slabs.retired or self._slabs.has_released:
-            with contextlib.suppress(OSError):  # a limit of this process: the next message has them
+            with contextlib.suppress(OSError):  # at a limit, the next message has the numbers
                 self.send(SLABS_ONLY)
 
     def shut(self) -> None:
@@ -450,7 +458,7 @@ class Wire:
     def close(self) -> None:
         """Close the connection. The other end receives end of file."""
         self._discard_unsent()
-        for file in self._files:  # of a message that has not arrived completely
+        for file in self._files:  # of messages that have not arrived completely
             if file is not None:
                 os.close(file)
         self._files.clear()
