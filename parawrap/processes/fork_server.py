@@ -1,16 +1,19 @@
-"""The process that forks ranks: it has torch imported, and a single thread.
-
-Its guarantees:
-
-- The status pipe of a request reports the rank's process id and exit code. It is closed once the
-  rank and all processes that it started have ended.
-- If the launching process dies, the ranks end, and then this process.
+"""The server, a process that forks ranks: it has torch imported, and a single thread.
 
 ::
 
     launching process ── request ──► server ── fork ──► keeper ── fork ──► rank
             ▲                                             │
             └────────────── started, exited ──────────────┘
+
+A keeper is the parent of one rank, and ends the processes that the rank leaves behind. Its reports
+travel in the status pipe of the rank.
+
+Two guarantees:
+
+- The status pipe reports the rank's process id and exit code. It is closed once the rank and all
+  processes that it started have ended.
+- If the launching process dies, the ranks end, and then the server.
 """
 
 from __future__ import annotations
@@ -52,6 +55,8 @@ from parawrap.processes.rank_process import leave, run_rank
 from parawrap.processes.torch_groups import store_folders
 
 STATUS = struct.Struct("<ci")
+"""A record of a status pipe: a word and a number."""
+
 # Words of a status pipe
 STARTED = b"s"  # with the process id
 FAILED = b"f"  # with the errno of the failed fork
@@ -60,12 +65,12 @@ EXITED = b"e"  # with the exit code, or the negative signal number
 FORK = b"f"  # with the files of a rank
 FORK_WITH_TRACKER = b"t"  # also with a connection to the script's resource tracker
 CONTINUE = b"c"  # to continue keepers that something has stopped
-# Between the server and a keeper: files need a byte with which they travel
-_KEEP = b"k"  # with the files of a rank
+# Words between the server and a keeper
+_KEEP = b"k"  # with the files of a rank: files travel with a byte
 _HAS_ENDED = b"i"  # nothing of the rank is left, and the keeper is idle
 
 _PRELOADABLE = ("torch._dynamo", "torch._inductor.config")
-"""Modules that many ranks import, at about a second each. The server imports them once a rank has.
+"""Modules that many ranks import, at about a second each. The server imports one after a rank has.
 
 All torch optimizers and DistributedDataParallel import the first, and
 torch.use_deterministic_algorithms the second.
@@ -73,20 +78,22 @@ torch.use_deterministic_algorithms the second.
 
 # Attached to a request: the status pipe, two sockets, standard output, and standard error
 _SENT_FILES = 5
+_MOST_IDLE = 16  # keepers; each has little memory of its own. A guess
+
+# Seconds
 # For a leftover process to end after SIGTERM: a resource tracker frees shared memory then
 _TERMINATE_S = 1.0
 _CLEAN_UP_S = 30.0  # for ranks to notice the end of the launching process, and to clean up
-_POLL_S = 0.02  # a leftover process ends soon after its signal
-_EXIT_S = 1.0  # between the end of the server's connections and its exit
-_STOP_S = 60.0  # the server ends its ranks first; a guess that no test has contradicted
-_MOST_IDLE = 16  # keepers; each has little memory of its own. A guess
-# That they wait: for launches in a loop, and so that nothing stays after a launch
+_POLL_S = 0.02  # between two looks at leftover processes, which end soon after their signals
+_EXIT_S = 1.0  # for the server to exit after its connections have closed
+_STOP_S = 60.0  # for the server to end its ranks, and exit. A guess that no test has contradicted
+# Without a request, after which idle keepers exit: long enough for launches in a loop
 _KEEPER_IDLE_S = 0.25
 _TAKE_S = 20.0  # for the server to take a request: it forks one rank in milliseconds
 # From <linux/prctl.h>
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-NEVER = float("inf")
+_NEVER = float("inf")
 
 
 # -- in the server
@@ -108,8 +115,8 @@ def serve(modules: Sequence[str], folders: str = "") -> NoReturn:
     # other warnings.
     warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launching process handles Ctrl-C
-    # The launching thread may have blocked all signals. SIGUSR2 stays blocked in a Slurm job, where
-    # it would end programs that the ranks start.
+    # The launching thread may have blocked all signals. Others stay blocked, such as SIGUSR2 in a
+    # Slurm job, which would end programs that the ranks start.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD))
     _Server(requests).run()
     for folder in glob.glob(folders):  # noqa: PTH207 (an absolute pattern)
@@ -128,15 +135,15 @@ class _Server:
         self._requests = requests
         self._pid = os.getpid()
         adopt_orphans()  # of keepers that something has killed
-        self._keepers: dict[int, socket.socket] = {}  # by process id, with the connection to it
+        self._keepers: dict[int, socket.socket] = {}  # the connection to each, by its process id
         self._idle: list[int] = []  # process ids of keepers that wait for a request
-        self._stale: set[int] = set()  # keepers that lack modules which were imported since
-        self._wanted: set[int] = set()  # numbers of modules that ranks have imported
-        # Numbers of two kinds arrive: ranks write those of modules, of which there are few, and
-        # Python writes SIGCHLD, the only signal with a handler, which is 17 or more on Linux
+        self._stale: set[int] = set()  # process ids of keepers forked before the last import
+        self._wanted: set[int] = set()  # positions in `_PRELOADABLE` of modules to import
+        # Bytes of two kinds arrive. Ranks write positions in `_PRELOADABLE`: small numbers. Python
+        # writes the number of each signal with a handler: SIGCHLD, which is 17 or more
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
-        # A handler of Python, so that the number of the signal is written to the pipe
+        # A handler in Python: without one, nothing is written to the pipe
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         if "numpy" in sys.modules:  # torch imports numpy; each rank seeds this module
@@ -145,7 +152,8 @@ class _Server:
         gc.enable()  # `ForkServer` has disabled it for the imports
 
     def run(self) -> None:
-        kill_at = NEVER
+        """Serve requests until the connection is closed and no keeper is left."""
+        kill_at = _NEVER  # when keepers that are late are ended
         is_open = True
         while is_open or self._keepers:
             poll = select.poll()  # select() is limited to descriptors below 1024
@@ -160,32 +168,30 @@ class _Server:
             else:
                 wait_ms = 1000 * _POLL_S
             ready = {number for number, _ in poll.poll(wait_ms)}
-            if not ready:  # no launch follows the last one at once
+            if not ready:  # no launch has followed the last one
                 self._dismiss(self._idle)
             if self._woken in ready:
                 self._wanted.update(os.read(self._woken, 4096))
                 self._reap()
-            # Before a request: a keeper says that it is idle before the end of its rank is known
+            # Before a request: the launching process sends one when a rank has ended, and the
+            # keeper of this rank has reported that it is idle just before
             has_rank_ended = self._note_idle()
-            # Not before: while the rank exits, an import would take a processor from it
+            # Not while the rank exits: an import would take a processor from it
             if has_rank_ended and self._wanted:
                 self._load()
             if is_open and self._requests.fileno() in ready:
                 is_open = self._take_request()
-                # Counts once the connection is closed, which is the last request
+                # The last request is the end of the connection: before, this time does not count
                 kill_at = time.monotonic() + _CLEAN_UP_S
             if not is_open:
                 self._dismiss(self._idle)
                 if time.monotonic() >= kill_at:
-                    for pid in self._keepers:  # which kill their ranks
+                    for pid in self._keepers:  # they kill their ranks
                         send_signal(os.kill, pid, signal.SIGTERM)
-                    kill_at = NEVER
+                    kill_at = _NEVER
 
     def _take_request(self) -> bool:
-        """Serve one request.
-
-        Return False if the launching process closed the connection, or died.
-        """
+        """Serve one request. Return False if the launching process has closed the connection."""
         try:
             request, files, _, _ = socket.recv_fds(self._requests, 1, _SENT_FILES + 1)
         except OSError:
@@ -197,8 +203,8 @@ class _Server:
                 send_signal(os.kill, pid, signal.SIGCONT)
         else:
             n_sent = _SENT_FILES + 1 if request == FORK_WITH_TRACKER else _SENT_FILES
-            # Else the kernel dropped descriptors: this process has reached its limit on open files.
-            # The launching process sees that the pipes are closed
+            # Otherwise, this process has reached its limit on open files, and the kernel dropped
+            # some. The launching process sees the end of the status pipe
             if len(files) == n_sent:
                 self._hand_over(files)
         for file in files:
@@ -206,9 +212,9 @@ class _Server:
         return True
 
     def _hand_over(self, files: list[int]) -> None:
-        """Give the descriptors of a request to a keeper. They belong to it and to its rank."""
+        """Send the descriptors of a request to a keeper. The caller closes its own ones."""
         while self._idle:
-            # Something may have killed this keeper: then the next one gets the request
+            # If something has killed this keeper, the next one gets the request
             with contextlib.suppress(OSError):
                 socket.send_fds(self._keepers[self._idle.pop()], [_KEEP], files)
                 return
@@ -216,7 +222,7 @@ class _Server:
             pid = self._fork_keeper(files)
             socket.send_fds(self._keepers[pid], [_KEEP], files)
         except OSError as error:
-            # Not again: at a limit of the system, another keeper would fail too
+            # No second try: at a limit of the system, another keeper would fail too
             _report(files[0], FAILED, error.errno or errno.EAGAIN)
 
     def _fork_keeper(self, files: list[int]) -> int:
@@ -231,13 +237,13 @@ class _Server:
         if pid == 0:
             try:
                 signal.set_wakeup_fd(-1)
-                # The ends of others in this process would keep the others from seeing their end
+                # Copies of these ends would keep the other processes from seeing a close
                 for each in (self._requests, ours, *self._keepers.values()):
                     each.close()
                 for file in (self._woken, *files):
                     os.close(file)
                 _Keeper(its, self._waker).run()
-            finally:  # this process must not go on as a second server
+            finally:  # also after an error: this process must not go on as a second server
                 traceback.print_exc()
                 os._exit(1)
         its.close()
@@ -245,13 +251,13 @@ class _Server:
         return pid
 
     def _reap(self) -> None:
-        """Forget the keepers that have exited, and end what killed ones have left."""
+        """Forget the keepers that have exited, and kill the processes that killed keepers left."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:  # the others run
                     break
-                if pid in self._keepers:  # else an orphan of one
+                if pid in self._keepers:  # otherwise, it is an orphan of a keeper
                     self._keepers.pop(pid).close()
                 self._stale.discard(pid)
                 if pid in self._idle:
@@ -260,7 +266,7 @@ class _Server:
             send_signal(os.kill, orphan, signal.SIGKILL)
 
     def _note_idle(self) -> bool:
-        """Note the keepers whose ranks have ended. Return True if there are some."""
+        """Note the keepers that report the end of their ranks. Return True if there are some."""
         ended = []
         for pid, connection in self._keepers.items():
             with contextlib.suppress(OSError):  # nothing to read, or it has exited
@@ -274,7 +280,7 @@ class _Server:
         return bool(ended)
 
     def _dismiss(self, pids: list[int]) -> None:
-        """Let idle keepers exit: the end of their connection."""
+        """End the connections of idle keepers, which then exit. Empty the list."""
         for pid in pids:
             with contextlib.suppress(OSError):  # it has exited already
                 self._keepers[pid].shutdown(socket.SHUT_RDWR)
@@ -288,15 +294,16 @@ class _Server:
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)
                 self._freeze()
+                # Keepers from before lack the module: those with a rank exit after it
                 self._dismiss(self._idle)
                 self._stale.update(self._keepers)
         self._wanted.clear()
 
     def _freeze(self) -> None:
-        """Have ranks ignore the objects of this process: their collectors then do not copy pages.
+        """Keep the collectors and exits of ranks away from the objects of this process.
 
-        The finalizers of torch's libraries would take a third of the time of a launch at the exit
-        of each rank.
+        A collector would write to them, and so copy their memory. The finalizers of torch's
+        libraries would take a third of the time of a launch at the exit of each rank.
         """
         gc.freeze()
         keep_finalizers_from_exits()
@@ -305,33 +312,34 @@ class _Server:
 class _Keeper:
     """The process between the server and one rank: it reports the rank's end, and ends leftovers.
 
-    It adopts what the rank leaves: its descendants whose parents have exited. So each process has
-    one rank that it belongs to, and the rank never has to wait for processes that it did not start.
+    It adopts descendants of the rank whose parents have exited. So each process belongs to one
+    rank, and the rank has no children that it did not start.
     """
 
     def __init__(self, requests: socket.socket, waker: int) -> None:
         self._requests = requests
         self._waker = waker  # the rank writes there which modules it has imported
         self._pid = os.getpid()
-        self._rank = 0  # the process id, while it runs
-        self._is_ordered = False  # to end the rank
+        self._rank = 0  # the process id of the rank; 0 while none runs
+        self._is_ordered = False  # True once it was ordered to end the rank
         self._libc = ctypes.CDLL(None)
 
     def run(self) -> NoReturn:
+        """Keep one rank after the other, until the server closes the connection."""
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, self._kill_rank)
         server = os.getppid()
         adopt_orphans()
         if sys.platform == "linux":  # on macOS, the rank ends when its connection closes
-            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != server:  # it has ended before the call
+            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # at the death of the server
+            if os.getppid() != server:  # it died before this call
                 os._exit(1)
         while not self._is_ordered:
             try:
                 _, files, _, _ = socket.recv_fds(self._requests, 1, _SENT_FILES + 1)
-            except OSError:  # the server was killed before it had read the last answer
+            except OSError:  # the server was killed before it had read the last report
                 break
-            if not files:  # the server has ended, or lets this keeper go
+            if not files:  # the server has ended, or dismisses this keeper
                 break
             self._keep(files)
         os._exit(0)
@@ -350,47 +358,49 @@ class _Keeper:
             os.close(file)
         if group > 0:
             _report(status, STARTED, group)
-            if self._is_ordered:  # maybe before `_rank` was known
+            if self._is_ordered:  # the order may have come before `_rank` was set
                 self._kill_rank()
             code = self._wait_for_rank()
-            if not self._is_ordered:  # else it was lost with the server, which says how it ended
+            # Without a report, the launching process says that the rank was lost with the server
+            if not self._is_ordered:
                 _report(status, EXITED, code)
             self._end_leftovers(group)
-        # In this order: the launching process may send a request once the pipe is closed, and the
-        # server finds this keeper idle then
+        # In this order: once the pipe is closed, the launching process may send a request, for
+        # which the server is to find this keeper idle
         with contextlib.suppress(OSError):  # the server has ended
             self._requests.send(_HAS_ENDED)
         os.close(status)
 
     def _become_rank(self, files: list[int]) -> NoReturn:
+        """Run as the rank, in its process, and exit."""
         try:
-            self._be_rank(files)
-        finally:  # this process must not go on as a second keeper
+            self._run_rank(files)
+        finally:  # also after an error: this process must not go on as a second keeper
             traceback.print_exc()
             os._exit(1)
 
-    def _be_rank(self, files: list[int]) -> NoReturn:
+    def _run_rank(self, files: list[int]) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._requests.close()
         if sys.platform == "linux":
-            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self._pid:
+            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # at the death of the keeper
+        if os.getppid() != self._pid:  # it died before this call
             os._exit(1)
         status, data, control, stdout, stderr, *tracker = files
         os.close(status)
         if tracker:
             use_tracker(tracker[0])
-        # Open until this process exits
+        # In a variable: they stay open until this process exits
         connections = socket.socket(fileno=data), socket.socket(fileno=control)
         code = run_rank(*connections, (stdout, stderr))
-        # Each number is one byte
+        # One byte for each module: its position
         imported = bytes(i for i, name in enumerate(_PRELOADABLE) if name in sys.modules)
         with contextlib.suppress(OSError):  # the server has ended
             os.write(self._waker, imported)
         leave(code)
 
     def _kill_rank(self, *_: object) -> None:
-        """End the rank at the order, or the death, of the server. What it leaves ends after it."""
+        """Kill the rank at the order, or the death, of the server. Its leftovers end after it."""
         self._is_ordered = True
         if self._rank:
             send_signal(os.kill, self._rank, signal.SIGKILL)
@@ -404,14 +414,14 @@ class _Keeper:
                 return os.waitstatus_to_exitcode(status)
 
     def _end_leftovers(self, group: int) -> None:
-        """End what the rank has left running.
+        """End the processes that the rank has left running.
 
         There are two kinds: members of its process group, and orphans that had left the group,
         which are children of this process.
         """
-        # The number of the reaped rank stays with its group while that has members. Later, another
-        # group may get it, so a group that was seen to be gone gets no more signals. Not within a
-        # poll, nor before the first signal: kernels give all other numbers first
+        # A group keeps its number while it has members. Later, another group may get the number. So
+        # a group that was seen to be gone gets no more signals. The time between two looks is too
+        # short for this: kernels give all other numbers first
         is_group_left = send_signal(os.killpg, group, signal.SIGTERM)
         kill_at = time.monotonic() + _TERMINATE_S
         while True:
@@ -429,7 +439,7 @@ class _Keeper:
     def _has_children(self) -> bool:
         """Reap the children that have exited. Return True if there are others."""
         pid = -1
-        while pid != 0:  # 0: the others run
+        while pid != 0:  # 0: all that are left run
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:  # there are none
@@ -438,7 +448,7 @@ class _Keeper:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of orphaned descendants. Otherwise they become children of init."""
+    """Become the parent of orphaned descendants. Without this, init does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -451,12 +461,16 @@ def children_of(pid: int) -> set[int]:
 
 
 def _report(status: int, word: bytes, number: int) -> None:
+    """Write a record to a status pipe."""
     with contextlib.suppress(BrokenPipeError):  # the launch no longer reads it
         os.write(status, STATUS.pack(word, number))
 
 
 def send_signal(send: Callable[[int, int], None], pid: int, number: int) -> bool:
-    """Signal a process, or a process group. Return True if it exists; zombies count."""
+    """Signal a process, or a process group. Return True if it exists. Zombies count.
+
+    `send` is `os.kill` or `os.killpg`. The signal 0 has no effect.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         send(pid, number)
         return True
@@ -472,7 +486,7 @@ class Connections(NamedTuple):
     place: str  # the node and host of the rank, such as ``"node 0, worker-17"``
     data: socket.socket
     control: socket.socket
-    status: int
+    status: int  # the reading end of the status pipe
     streams: tuple[int, ...]  # standard output and standard error; empty if they go elsewhere
 
     def close(self) -> None:
@@ -484,7 +498,7 @@ class Connections(NamedTuple):
 
 
 def _pipe(ours: contextlib.ExitStack, its: contextlib.ExitStack) -> tuple[int, int]:
-    """Make a pipe that a rank writes. The stacks close the ends."""
+    """Make a pipe that a rank writes. Each stack gets one end, and closes it later."""
     reading, writing = os.pipe()
     ours.callback(os.close, reading)
     its.callback(os.close, writing)
@@ -494,41 +508,39 @@ def _pipe(ours: contextlib.ExitStack, its: contextlib.ExitStack) -> tuple[int, i
 def _socket_pair(
     ours: contextlib.ExitStack, its: contextlib.ExitStack
 ) -> tuple[socket.socket, socket.socket]:
+    """Make a pair of sockets. Each stack gets one, and closes it later."""
     one, other = socket.socketpair()
     return ours.enter_context(one), its.enter_context(other)
 
 
 class ForkServer:
-    """The launching process's handle of the server. Any thread may use it.
-
-    Implements `RankStarter` of the pool.
-    """
+    """The launching process's handle of the server, a `RankStarter`. Any thread may use it."""
 
     def __init__(self) -> None:
         if getattr(sys, "frozen", False):
-            # Such an executable is the application itself, which would start again and again
+            # `sys.executable` is the application itself, which would start again and again
             msg = (
                 f"ranks need a Python interpreter to start, and {sys.executable} is a frozen "
                 "application (PyInstaller, cx_Freeze). Run the script with Python"
             )
             raise LaunchError(msg)
         path = [str(Path(each).absolute()) for each in sys.path if isinstance(each, str)]
-        # Most ranks need them
+        # Most ranks need the same modules of parawrap as this process
         modules = [name for name in list(sys.modules) if name.partition(".")[0] == "parawrap"]
         script = (
-            # collection would take a sixth of the time to import
+            # garbage collection would take a sixth of the time of the imports
             f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; "
             f"from parawrap.processes.fork_server import serve; serve({modules!r}, "
             f"{store_folders(os.getpid())!r})"
         )
-        # An embedding program sets this executable, as for multiprocessing
+        # `sys.executable`, unless a program that embeds Python has set another for multiprocessing
         executable = os.fsdecode(multiprocessing.spawn.get_executable())
         command = [executable, *interpreter_options(), "-P", "-c", script]
-        # Most ranks have one thread. To lower the number after a fork would start the threads
-        # first; ranks can raise it.
+        # Most ranks compute with one thread. The number is set before the import of numpy: a lower
+        # number after a fork would start the threads first. Ranks can raise it
         environ = {"OPENBLAS_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | os.environ
-        # Also around Popen: a child that another thread forks would keep a pipe of it open, whose
-        # end it waits for
+        # Also around Popen, which waits for the end of a pipe of its own: a child that another
+        # thread forks meanwhile would keep this pipe open
         with handover as in_transit:
             ours, its = socket.socketpair()
             in_transit.append(its.fileno())
@@ -536,7 +548,7 @@ class ForkServer:
             ours.settimeout(_TAKE_S)
             self._socket = ours
             with its:
-                # It runs in the root folder, because imports fail in a deleted working folder.
+                # In the root folder: imports fail in a working folder that was deleted
                 self._process = subprocess.Popen(
                     command, stdin=its.fileno(), start_new_session=True, cwd="/", env=environ
                 )
@@ -548,7 +560,8 @@ class ForkServer:
         Raises:
             LaunchError: If its process cannot be started.
         """
-        # In this order: `its` ends are closed before other threads may fork, `ours` after an error
+        # `handover` ends last: no other thread forks before the ends in `its` are closed. The ends
+        # in `ours` are closed only after an error
         with handover as in_transit, contextlib.ExitStack() as its, contextlib.ExitStack() as ours:
             try:
                 status, status_end = _pipe(ours, its)
@@ -556,13 +569,13 @@ class ForkServer:
                 stderr, stderr_end = _pipe(ours, its)
                 data, data_end = _socket_pair(ours, its)
                 control, control_end = _socket_pair(ours, its)
-                # In the order in which `_be_rank` takes them
+                # In the order in which `_run_rank` takes them
                 sockets = data_end.fileno(), control_end.fileno()
                 files = status_end, *sockets, stdout_end, stderr_end
                 in_transit.extend(files)
-                # Shared memory that the script has made stays until the script removes it: ranks
-                # report to its resource tracker, as children of multiprocessing do. One of their
-                # own would remove what they have only used
+                # Ranks report shared memory to the script's resource tracker, as children of
+                # multiprocessing do. A tracker of their own would remove memory of the script that
+                # they have only used
                 tracker = tracker_connection()
                 if tracker is None:
                     socket.send_fds(self._socket, [FORK], files)
@@ -586,11 +599,11 @@ class ForkServer:
         return f"the process of rank {rank} cannot be started by {self.describe(rank)}: {error}"
 
     def kill(self, _rank: int, pid: int) -> None:
-        """Kill a rank: its group and its process, which does not lead a group at first."""
+        """Kill a rank and its process group. A rank that starts does not lead a group yet."""
         if pid:
             send_signal(os.killpg, pid, signal.SIGKILL)
             send_signal(os.kill, pid, signal.SIGKILL)
-        # A signal that stopped the rank may have stopped its keeper too, which reports its end
+        # The keeper reports the end. A signal that stopped the rank may have stopped it too
         with contextlib.suppress(OSError):  # the server has ended
             self._socket.send(CONTINUE)
 
@@ -599,7 +612,7 @@ class ForkServer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
         code = self._process.poll()
-        if code is None:
+        if code is None:  # the server runs, so only the keeper has ended
             return "its parent process, which was killed"
         return (
             f"the process that forks ranks (process {self._process.pid}), which {exit_text(code)}"
@@ -610,18 +623,18 @@ class ForkServer:
         self._socket.close()
         try:
             self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:  # its ranks have not ended
+        except subprocess.TimeoutExpired:  # some of its ranks do not end
             self._process.kill()
             self._process.wait()
 
 
 _server: ForkServer | None = None
-# Of `_server`: threads that launch at the same time start one server
+# Guards `_server`: threads that launch at the same time start one server
 _starting = threading.Lock()
 
 
 def fork_server() -> ForkServer:
-    """Return the server of this process. Start it at first use, and again if it has ended.
+    """Return the server of this process. Start one at first use, or if the last one has ended.
 
     Raises:
         LaunchError: If it cannot be started.
@@ -644,7 +657,7 @@ def stop_server() -> None:
     global _server
     with _starting:
         stopping, _server = _server, None
-    # Without the lock: the server may wait for its ranks, and a launch meanwhile starts another one
+    # Without the lock: the server waits for its ranks, and a launch meanwhile may start another one
     if stopping is not None:
         stopping.stop()
 
@@ -653,8 +666,8 @@ def _forget_server() -> None:
     """Forget the server in a forked child: it is a process of the parent."""
     global _server, _starting
     if _server is not None:
-        _server._process.returncode = 0  # so that nothing waits for it
-    _server, _starting = None, threading.Lock()  # another thread may have held the lock
+        _server._process.returncode = 0  # so that Popen does not wait for it
+    _server, _starting = None, threading.Lock()  # another thread of the parent may hold the old one
 
 
 os.register_at_fork(after_in_child=_forget_server)

@@ -3,13 +3,10 @@
     data wire ────► main thread: set-up, then one call after the other, each with an answer
     control wire ─► control thread: stacks, interrupts, preemption, and the end, while a call runs
 
-Guarantee: after an order to end, or the death of the launching process, the rank is gone once
-    ``grace_s`` is over.
-
-- The main thread gets an exception that ``except Exception`` does not catch, so ``finally`` blocks
-  run.
-- If the main thread is blocked in C code of a collective, no clean-up can run: the process exits
-  within three seconds.
+Guarantee: after an order to end, or the death of the launching process, the rank ends within
+``grace_s``. Its main thread gets an exception that ``except Exception`` does not catch, so
+``finally`` blocks run. If the main thread is blocked in C code of a collective, no clean-up can
+run: then the process exits within three seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from typing import Any, NamedTuple, NoReturn
 from parawrap._private_names import join_threads, run_exit_handlers
 from parawrap.errors import LaunchError, SessionError, add_note
 from parawrap.processes.latch import Latch
-from parawrap.processes.main_thread import MainThread, Status, line_of_main_thread, stacks
+from parawrap.processes.main_thread import MainThread, Status, stacks
 from parawrap.processes.outcomes import (
     Ended,
     Outcome,
@@ -53,11 +50,13 @@ from parawrap.processes.wire import Message, Wire
 SET_UP = 0
 """The number of the set-up, which is the first call. Those of functions count from 1."""
 
-_REACTION_S = 3.0  # a collective ends with an error when the process of a failed rank has ended
 FORCED = 1
 """The exit code of a rank that has followed an order to end."""
 
-_kept: list[Any] = []  # until the process exits
+# For the main thread to handle the signal of an order to end. Enough for a collective to raise its
+# error after the process of a failed rank has ended
+_REACTION_S = 3.0
+_kept: list[Any] = []  # stays alive until the process exits
 
 
 class EndOrdered(BaseException):
@@ -69,37 +68,37 @@ class Assignment:
     """The first message to a rank."""
 
     settings: Settings  # of the launching process
-    set_up: Callable[[Preemption], None]  # sets up the rank in its process
-    # leaves all process groups, and joins those of a generation with its other ranks
+    set_up: Callable[[Preemption], None]  # called in the rank before the first call
+    # leaves all process groups, and joins those of the generation with this number
     regroup: Callable[[int], None]
-    grace_s: float  # for the function to clean up at an order to end
-    # answers any number of calls; the threads of the function then go on after its answer
+    grace_s: float  # for the function to clean up after an order to end
+    # True: the rank makes any number of calls, and does not wait for threads of their functions
     stays: bool
-    # answers other messages than calls, until the wire closes
+    # for workers: replaces the loop of calls, and handles all messages until the wire closes
     serve: Callable[[Wire], None] | None = None
 
 
 class CallHead(NamedTuple):
-    """The part of a call that is not pickled as the user's values."""
+    """The part of a call that has no values of the user, in the body of its message."""
 
     number: int  # from 1
     changes: ChangedSettings | None  # of the script's settings, for ranks that stay
     is_for_this_rank: bool  # False if the rank only takes the globals that come with the call
     # of the process groups to join before the call; None keeps those of the rank
     generation: int | None
-    item: Any  # of the call in the block of the message
+    item: Any  # of `PackedCall`: where the function and the arguments are in the block
 
 
 class Answer(NamedTuple):
-    """The part of an answer that is not pickled as the user's values."""
+    """The part of an answer that has no values of the user, in the body of its message."""
 
-    number: int  # of the call; `SET_UP` for that of the set-up
-    outcome: Outcome  # the value travels next to it
-    # globals that functions of this rank have assigned, and have deleted
+    number: int  # of the call; `SET_UP` for the set-up
+    outcome: Outcome  # a `Returned` has no value: `item` says where in the block it is
+    # globals that functions of this rank have assigned, and those they have deleted
     owned: tuple[list[Any], list[Any]] | None
     operations: int | None  # collectives that the rank has begun; None without a process group
     has_loaded: bool  # False if the rank could not unpickle the call, or was interrupted before
-    item: Any = None  # of the value in the block of the message
+    item: Any = None
 
 
 def run_rank(data: socket.socket, control: socket.socket, streams: Sequence[int]) -> int:
@@ -115,20 +114,18 @@ def run_rank(data: socket.socket, control: socket.socket, streams: Sequence[int]
         os._exit(FORCED)
     assignment: Assignment = message.body
     orders = Control(Wire(control, waits=True), assignment.grace_s)
-    with contextlib.suppress(EndOrdered):  # between two calls
+    with contextlib.suppress(EndOrdered):  # raised between two calls
         return _CallLoop(wire, orders, assignment).run()
     return FORCED
 
 
 def _start_session(streams: Sequence[int]) -> None:
-    """Lead a session, which Ctrl-C in a terminal does not reach, with own output and no input.
-
-    The rank ignores SIGINT, but processes that it starts do not: with SIG_IGN they would.
-    """
+    """Lead a session, which Ctrl-C in a terminal does not reach, with own output and no input."""
+    # A handler that does nothing. Programs that the rank starts would inherit SIG_IGN
     signal.signal(signal.SIGINT, lambda *_: None)
-    signal.siginterrupt(signal.SIGINT, False)  # else C code may see an interrupted system call
+    signal.siginterrupt(signal.SIGINT, False)  # else system calls in C code would fail with EINTR
     os.setsid()
-    # a freed stream writes text that was buffered before the fork
+    # Kept, because a stream that is freed writes what the server has buffered before the fork
     _kept.extend((sys.stdin, sys.stdout, sys.stderr))
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     for number, file in enumerate(streams, start=1):
@@ -137,14 +134,14 @@ def _start_session(streams: Sequence[int]) -> None:
         os.set_inheritable(number, True)
     _open_streams(is_buffered=True)
     faulthandler.enable()
-    # Debuggers of editors, which connect over a socket, set another hook or this variable
+    # pdb needs a terminal. Debuggers of editors set another hook or this variable
     uses_pdb = os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace")
     if uses_pdb and sys.breakpointhook is sys.__breakpointhook__:
         sys.breakpointhook = refuse_breakpoint
 
 
 def _open_streams(*, is_buffered: bool) -> None:
-    """Make standard output and error, by lines or, as with PYTHONUNBUFFERED, without a buffer."""
+    """Make standard output and error, buffered by lines or, for PYTHONUNBUFFERED, not at all."""
     for number, name in enumerate(("stdout", "stderr"), start=1):
         size = -1 if is_buffered else 0
         raw: Any = open(number, "wb", buffering=size, closefd=False)  # noqa: SIM115
@@ -157,7 +154,7 @@ def _open_streams(*, is_buffered: bool) -> None:
         )
         _kept.append(getattr(sys, name))
         setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)  # functions that replaced the stream put this one back
+        setattr(sys, f"__{name}__", stream)  # code that replaces the stream restores it from here
 
 
 def refuse_breakpoint(*_: object, **__: object) -> NoReturn:
@@ -177,39 +174,45 @@ class _CallLoop:
         self._control = control
         self._assignment = assignment
         self._script = ScriptOfRank()
-        self._has_regrouped = False  # the process groups were made again after a failed call
-        self._has_loaded = True  # the call was unpickled
+        self._has_regrouped = False  # True once process groups were made again after a failed call
+        self._has_loaded = True  # True once the call is unpickled; the set-up has no pickle
 
     def run(self) -> int:
         """Set up, and answer calls until the connection closes.
 
         Return the exit code of the process.
         """
+        assignment = self._assignment
         self._control.start()
         try:
-            self._assignment.settings.apply()
+            assignment.settings.apply()
             if os.environ.get("PYTHONUNBUFFERED"):
                 _open_streams(is_buffered=False)
-            if not self._answer(SET_UP, partial(self._assignment.set_up, self._control.preemption)):
+            if not self._answer(SET_UP, partial(assignment.set_up, self._control.preemption)):
                 return FORCED
-            if self._assignment.serve is not None:
-                self._assignment.serve(self._wire)
-                return 0
-            while (message := self._wire.receive()) is not None:
-                head: CallHead = message.body
-                self._has_loaded = False
-                # Here, where no interrupt arrives: the next call does not bring them again
-                if head.changes is not None:
-                    head.changes.apply()
-                if not self._answer(head.number, partial(self._call, message, head)):
-                    return FORCED
-                del message  # with the memory of the arguments
+            if assignment.serve is None:
+                return self._answer_calls()
+            assignment.serve(self._wire)
             return 0
-        finally:  # exit handlers follow, which an order to end may not interrupt
+        finally:  # exit handlers follow, which an order to end must not interrupt
             self._control.is_leaving = True
 
+    def _answer_calls(self) -> int:
+        # Not in the `try` of `run`: Python 3.13 may leave out the `finally` if a signal handler
+        # raises where a `while` goes back
+        while (message := self._wire.receive()) is not None:
+            head: CallHead = message.body
+            self._has_loaded = False
+            # Before the call, where no interrupt arrives: later calls do not bring these changes
+            if head.changes is not None:
+                head.changes.apply()
+            if not self._answer(head.number, partial(self._call, message, head)):
+                return FORCED
+            del message  # frees the memory of the arguments before the wait for the next call
+        return 0
+
     def _call(self, message: Message, head: CallHead) -> Any:
-        """Run the function of a call, and return its value."""
+        """Unpickle a call, and run its function. Return its value; None if this rank only loads."""
         if head.generation is not None:
             self._has_regrouped = True
             self._assignment.regroup(head.generation)
@@ -228,7 +231,7 @@ class _CallLoop:
             return None
         value = function(*args, **kwargs)
         if not self._assignment.stays:
-            finish_function()  # what fails there is an error of the call
+            finish_function()  # here, so that its errors are errors of the call
         return value
 
     def _answer(self, number: int, call: Callable[[], Any]) -> bool:
@@ -239,12 +242,12 @@ class _CallLoop:
             try:
                 self._control.begin(number)
                 value = call()
-                # Within the call: a class of the user may take long to be pickled
+                # Before `end`, so that it can be interrupted: a class of the user may take long
                 item = packer.add(value, "the result")
             finally:
                 self._control.end()
             outcome: Outcome = Returned(time.time(), b"")
-            goes_on = True  # the next message, or the end of the connection, says what follows
+            goes_on = True  # until the connection closes, also if the rank does not stay
         except EndOrdered:
             outcome, goes_on = Ended(time.time()), False
         except RequeueRequested:
@@ -257,29 +260,31 @@ class _CallLoop:
                 outcome = outcome_of(LaunchError(msg))
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
             was_interrupted = self._control.interrupted == number
-            # The function may answer KeyboardInterrupt with sys.exit
+            # The function may turn the KeyboardInterrupt into sys.exit
             if was_interrupted and isinstance(error, (KeyboardInterrupt, SystemExit)):
                 outcome = Ended(time.time())
             else:
                 outcome = self._outcome_of(error)
-                is_set_up = number != SET_UP
-                goes_on = goes_on and is_set_up and isinstance(outcome, Raised)
+                # A rank ends after a failed set-up, and after `sys.exit`
+                goes_on = goes_on and number != SET_UP and isinstance(outcome, Raised)
+
         owned = self._script.changes() if self._assignment.stays else None
         with contextlib.suppress(Exception):
-            flush_streams()  # before the answer: the pool reads the output when it arrives
+            flush_streams()  # before the answer, at which the pool reads the output
         answer = Answer(number, outcome, owned, count_operations(), self._has_loaded, item)
         try:
             self._wire.send("answer", answer, packer)
         except (OSError, SessionError) as error:  # a limit of this process: nothing was sent
             self._wire.send("answer", answer._replace(outcome=outcome_of(error), item=None))
-        del value  # its tensors lend their memory until here
+        del value  # not before: `packer` borrows the memory of its tensors
         return goes_on
 
     def _outcome_of(self, error: BaseException) -> Outcome:
+        """Return the outcome of a function that has raised, with an error that names the cause."""
         outcome = outcome_of(error)
         if not (self._has_regrouped and isinstance(outcome, Raised) and outcome.is_echo):
             return outcome
-        # The connection belongs to a group from before, whose error says nothing of the cause
+        # The lost connection belongs to a group that is gone, which its error does not say
         reason = LaunchError(
             "the process groups of these ranks were made again after a failed call: groups from "
             "before, and models in DistributedDataParallel, no longer work. Make them again: model "
@@ -306,11 +311,11 @@ class Control:
         self.is_leaving = False
         self._wire = wire
         self._grace_s = grace_s
-        # Both threads use these three without a lock: each assignment is one step, on all builds
-        self._running: int | None = None  # the number of the call
+        # Both threads use these three without a lock: each assignment is atomic, on all builds
+        self._running: int | None = None  # the number of the call that runs; None between calls
         self._halted = -1  # the number of the call to interrupt; -1 equals no value of `_running`
-        self._is_ending = False
-        # Not an event: a second SIGTERM within `set` would wait for the lock of the first for ever
+        self._is_ending = False  # True once EndOrdered was raised
+        # Not an event: a second SIGTERM within its `set` would wait for the lock of the first
         self._has_handled_end = Latch()
         self._main_thread = MainThread()
 
@@ -322,7 +327,7 @@ class Control:
         threading.Thread(target=self._serve, name="parawrap-rank-control", daemon=True).start()
 
     def _restore_handlers(self) -> None:
-        """Give processes that the function forks the usual handlers: they are not ranks."""
+        """Give a process that the function has forked Python's own handlers: it is not a rank."""
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if signal.getsignal(signal.SIGINT) == self._interrupt_call:
@@ -331,29 +336,30 @@ class Control:
     def begin(self, number: int) -> None:
         """Note the begin of a call. From now on it can be interrupted.
 
-        An interrupt may have arrived before.
+        Raises EndOrdered or KeyboardInterrupt if the order came before.
         """
-        self._running = number
+        self._running = number  # first: a signal from here on finds the call
         if self._is_ending:
             raise EndOrdered
         self._interrupt_call()
 
     def end(self) -> None:
-        """Note the end of the call: it is interrupted no more."""
+        """Note the end of the call. From now on no interrupt raises."""
         self._running = None
 
     def _interrupt_call(self, *_: object) -> None:
         """Raise KeyboardInterrupt if the call that runs is to be interrupted."""
         if self._halted == self._running:
-            # Once: the clean-up of the function may take its time
+            # Only once, so that the function can clean up
             self.interrupted, self._halted = self._halted, -1
             raise KeyboardInterrupt
 
     def _on_sigterm(self, *_: object) -> None:
+        """Raise EndOrdered, unless the function cleans up after the first, or the rank exits."""
         self._has_handled_end.set()
         if self.is_leaving:
             return
-        # Once: a second signal must not interrupt the clean-up of the function
+        # `begin` of another call sets `_running`, and raises EndOrdered too
         has_raised = self._is_ending and self._running is None
         if not has_raised:
             self._is_ending = True
@@ -361,27 +367,32 @@ class Control:
             raise EndOrdered
 
     def _serve(self) -> None:
+        """Follow orders in the control thread, and end the process at the order to end."""
         try:
-            while (message := self._wire.receive()) is not None and message.word != "end":
-                self._follow(message.word, message.body)
+            self._follow_orders()
             self._end_main_thread()
-        except Exception:  # noqa: BLE001 (without this thread, nothing could end the rank)
-            threading.excepthook(
-                threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
-            )
-        finally:
+        except Exception:  # noqa: BLE001 (shown, because the process ends without it)
+            traceback.print_exc()
+        finally:  # without this thread, nothing could end the rank
             os._exit(FORCED)
+
+    def _follow_orders(self) -> None:
+        """Follow orders until the order to end, or the death of the launching process."""
+        while (message := self._wire.receive()) is not None:
+            if message.word == "end":
+                return
+            self._follow(message.word, message.body)
 
     def _follow(self, word: str, body: Any) -> None:
         if word == "look":
-            self._wire.send(
-                "look", Status(*self._main_thread.look(), line_of_main_thread(), self.interrupted)
-            )
+            idle_s, waits_s = self._main_thread.look()
+            status = Status(idle_s, waits_s, self._main_thread.line(), self.interrupted)
+            self._wire.send("look", status)
         elif word == "stacks":
             self._wire.send("stacks", stacks())
         elif word == "interrupt":
             self._halted = body  # before the signal, whose handler reads it
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            signal.pthread_kill(self._main_thread.ident, signal.SIGINT)
         elif word == "break":
             break_links()
         elif word == "preempt":
@@ -392,12 +403,12 @@ class Control:
     def _end_main_thread(self) -> None:
         """Raise an exception in the main thread. Return once its time to clean up is over."""
         until = time.monotonic() + self._grace_s
-        self._main_thread.look()  # the begin of the time that the second look measures
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        self._main_thread.look()  # the second look measures the time since this one
+        signal.pthread_kill(self._main_thread.ident, signal.SIGTERM)
         has_reacted = self._has_handled_end.wait(min(_REACTION_S, self._grace_s))
         if not has_reacted:
             _, waits_s = self._main_thread.look()
-            if waits_s > 0:  # in C code of a collective: nothing can be cleaned up
+            if waits_s > 0:  # blocked in C code of a collective: no clean-up can run
                 return
         time.sleep(max(0.0, until - time.monotonic()))
 
@@ -406,15 +417,17 @@ class Control:
 
 
 def finish_function() -> None:
-    """Write what a function has buffered, and wait for its threads, as an interpreter does."""
+    """Flush the streams, and wait for threads, as an interpreter does before it exits."""
     flush_streams()
     join_threads()
 
 
 def flush_streams() -> None:
     """Write what the standard streams have buffered."""
-    for stream in (sys.stdout, sys.stderr):  # the function may have replaced or closed them
-        if stream is not None and hasattr(stream, "flush") and not getattr(stream, "closed", False):
+    for stream in (sys.stdout, sys.stderr):
+        # The function may have replaced the stream by any object, or closed it
+        can_flush = hasattr(stream, "flush") and not getattr(stream, "closed", False)
+        if can_flush:
             stream.flush()
 
 
@@ -425,7 +438,7 @@ def leave(code: int) -> NoReturn:
 
 
 def run_exit_steps() -> None:
-    """Run what an interpreter runs before it exits. A second call finds nothing to do."""
+    """Run the steps of an interpreter before its exit. A second call finds nothing to do."""
     for step in (join_threads, run_exit_handlers, flush_streams, _flush_files):
         try:
             step()
@@ -435,12 +448,12 @@ def run_exit_steps() -> None:
 
 
 def _flush_files() -> None:
-    """Write the buffers of files that the function left open.
+    """Write the buffers of files that the function has left open.
 
-    Those of the server are frozen, and not listed.
+    `gc.get_objects` does not list files of the server, which it has frozen.
     """
     for file in gc.get_objects():
         with contextlib.suppress(Exception):  # closed, detached, or on a full disk
-            # `isinstance` would ask objects for their `__class__`, and some warn then
+            # `isinstance` would read `__class__` of all objects, and some of them warn then
             if issubclass(type(file), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
                 file.flush()
