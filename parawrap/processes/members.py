@@ -39,45 +39,44 @@ class RankStarter(Protocol):
         ...
 
     def kill(self, rank: int, pid: int, /) -> None:
-        """Kill a rank and its process group. `pid` is 0 before its start."""
+        """Kill a rank and its process group. `pid` is 0 if its process id is not known yet."""
 
     def describe(self, rank: int, /) -> str:
-        """Describe what a rank was lost with, if its connections ended."""
+        """Describe the thing with which a rank was lost, such as its node, for an error."""
         ...
 
 
 @dataclass(eq=False)
 class Member:
-    """A rank, as the launching process sees it. Times are by the monotonic clock.
-
-    The owner of the answers reads `wire`: the pool, or a lane of workers.
-    """
+    """A rank, as the launching process sees it. Times are by the monotonic clock."""
 
     rank: int
-    place: str
-    wire: Wire
+    place: str  # its node and host, as in `Connections`
+    wire: Wire  # the data wire
     control: Wire
     status: int  # a pipe with records of the server
     transcript: Transcript
-    transcripts: Sequence[Transcript]  # get its output: its own, and that of a call with a handle
+    transcripts: Sequence[Transcript]  # that get its output: its own, and that of a call's handle
     # Descriptors of its standard output, under 1, and error, under 2, while they are open
     streams: dict[int, int] = field(default_factory=dict)
-    is_read_elsewhere: bool = False  # a lane of workers reads `wire`, and closes it
-    record: bytes = b""  # a part of a status record
-    pid: int = 0
-    is_alive: bool = True  # its process, or one that it started, may run
-    has_exited: bool = False
+    is_read_elsewhere: bool = False  # True: a lane of workers owns and reads `wire`
+    record: bytes = b""  # the part of a status record that has arrived
+    pid: int = 0  # 0 until the server has reported it
+    is_alive: bool = True  # False once its process, and all that it started, have ended
+    has_exited: bool = False  # its own process
+    exit: Outcome | None = None  # how its process has ended; None before
     wrote_at: float = 0.0
-    asked: set[str] = field(default_factory=set)  # words that it has not answered yet
-    looked: Status | None = None  # its answer to the last look
-    looked_at: float = 0.0
+    asked: set[str] = field(default_factory=set)  # words of requests that it has not answered yet
+    looked: Status | None = None  # its last answer to "look" during this call
+    looked_at: float = 0.0  # when this answer arrived
     steps: int = 0  # how often `should_checkpoint` had returned False when it was preempted
     operations: int | None = None  # collectives that it has begun; None without a process group
 
     def tell(self, word: str, body: Any = None) -> None:
         """Send a message to its control thread.
 
-        At a limit of this process, nothing is sent. Orders to end have a time limit, so they hold.
+        At a limit of this process, nothing is sent. A rank that gets no order to end is killed when
+        its time is over.
         """
         with contextlib.suppress(OSError):
             self.control.send(word, body)
@@ -90,17 +89,24 @@ class Listener(Protocol):
         """Handle a message of a rank."""
 
     def on_end(self, member: Member, outcome: Outcome, /) -> None:
-        """Handle the end of a process."""
+        """Handle the end of a rank's process."""
 
 
 class Members:
     """The processes of ranks. The thread of the pool uses it; other threads hold the events' lock.
 
+    Args:
+        starter: Starts and kills the processes.
+        events: The events of the pool.
+        listener: Gets messages of ranks, and their ends.
+        grace_s: Seconds between an order to end and the kill.
+
     Attributes:
         all: The ranks that were started.
         is_ending: True if the ranks were ordered to end.
         is_cancelled: True if the order came from `cancel`.
-        lost: Why the ranks had to be ended, if not for a limit or an outcome.
+        lost: Why the ranks had to be ended, such as a failed fork; empty if the reason is a time
+            limit or an outcome.
     """
 
     def __init__(
@@ -131,7 +137,7 @@ class Members:
         Raises:
             LaunchError: If it cannot be started.
         """
-        connections = self._starter.start(rank)
+        connections = self._starter.start(rank)  # this function owns them until `_take_over`
         member: Member | None = None
         try:
             member = Member(
@@ -147,8 +153,8 @@ class Members:
             )
             self._take_over(member)
         except BaseException:
-            if member not in self.all:  # nothing owns the process: without connections, it exits
-                connections.close()
+            if member not in self.all:  # no `close` would end the process
+                connections.close()  # it exits then
             raise
         with self._events.lock:
             try:
@@ -161,9 +167,9 @@ class Members:
         return member
 
     def _take_over(self, member: Member) -> None:
-        """Watch a process, and own it from then on."""
+        """Watch the connections of a process, and own it from the last line on."""
         with self._events.lock:
-            # Answers are watched apart: a caller's thread may read them
+            # Apart from the others: a caller may read answers in its own thread
             if not member.is_read_elsewhere:
                 self._events.watch_answers(member.wire, partial(self.receive, member, member.wire))
             self._events.watch(member.control, partial(self.receive, member, member.control))
@@ -176,14 +182,14 @@ class Members:
     # -- messages and output
 
     def tell(self, member: Member, word: str, body: Any = None) -> None:
-        """Send a message to the control thread of a rank. What has no room leaves later."""
+        """Send a message to the control thread of a rank. It leaves later if the socket is full."""
         if member.control.is_open:
             member.tell(word, body)
             self._events.update_watch(member.control)
 
     def receive(self, member: Member, wire: Wire) -> None:
-        """Read once, send what waits for room, and hand on the messages that are complete."""
-        if wire.has_unsent:  # the socket may have room, which also wakes the selector
+        """Send unsent data, read once, and give the complete messages to the listener."""
+        if wire.has_unsent:  # the selector wakes also if the socket has room
             wire.flush()
             self._events.update_watch(wire)
         try:
@@ -200,21 +206,24 @@ class Members:
 
         Do not wait for its end: a child of the rank may hold the pipes.
         """
-        if not _is_readable(*member.streams.values()):  # one entry into the kernel, not two
+        # One system call for both streams, which usually have no output
+        poll = select.poll()  # select() is limited to descriptors below 1024
+        for descriptor in member.streams.values():
+            poll.register(descriptor, select.POLLIN)
+        if not poll.poll(0):
             return
         for number in list(member.streams):
-            has_more = True
-            while has_more:
-                has_more = self._read_output(member, number)
+            while self._read_output(member, number):
+                pass
 
     def _read_output(self, member: Member, number: int) -> bool:
-        """Read output, and return True if there was some. At its end, close the stream."""
+        """Read output of stream 1 or 2, and close it at its end. Return True if there was some."""
         descriptor = member.streams[number]
         try:
             data = os.read(descriptor, _PIECE)
         except BlockingIOError:
             return False
-        except ConnectionError:  # of a rank on another machine
+        except ConnectionError:  # the stream is a socket, of a rank on another machine
             data = b""
         if data:
             member.wrote_at = time.monotonic()
@@ -226,42 +235,43 @@ class Members:
         return bool(data)
 
     def drop(self, wire: Wire) -> None:
-        """Close a wire.
-
-        The rank sees the end, also if a child that the user's code forked holds a copy.
-        """
+        """Stop watching a wire, and close it."""
         if wire.is_open:
             self._events.forget(wire)
+            # First: the rank sees the end, also if a child that the user forked holds a copy
             wire.shut()
             wire.close()
 
     # -- reports of the server
 
     def _on_status(self, member: Member) -> None:
-        """Read the status of a process.
+        """Read a record of the status pipe.
 
-        A death is known from here, never from another connection.
+        A death is known from this pipe, never from another connection.
         """
         try:
             data = os.read(member.status, STATUS.size - len(member.record))
-        except ConnectionError:
+        except ConnectionError:  # as in `_read_output`
             data = b""
-        if not data:  # all processes of the rank have ended, or the server died, which killed it
+
+        # The end of the pipe: no process of the rank is left, or the server or keeper has died
+        if not data:
             if not member.has_exited:
-                self._starter.kill(member.rank, member.pid)  # its children outlive the server
+                self._starter.kill(member.rank, member.pid)  # also children, which may have stayed
                 # If another rank could not be forked, that is the reason
                 lost_with = "" if self.lost else self._starter.describe(member.rank)
                 self._on_exit(member, None, lost_with)
             self._forget(member)
             return
+
         member.record += data
-        if len(member.record) < STATUS.size:  # TCP may deliver it in parts
+        if len(member.record) < STATUS.size:  # TCP may deliver a record in parts
             return
         word, number = STATUS.unpack(member.record)
         member.record = b""
         if word == STARTED:
             member.pid = number
-            if self._has_killed:  # before the number was known
+            if self._has_killed:  # `_end_by_force` did not know the process id
                 self._starter.kill(member.rank, number)
         elif word == EXITED:
             self._on_exit(member, number)
@@ -270,18 +280,22 @@ class Members:
             self.end()
 
     def _on_exit(self, member: Member, code: int | None, lost_with: str = "") -> None:
-        """Handle the end of a process, after its last messages and output."""
+        """Handle the end of a process, after its last messages and output.
+
+        `code` is None if nothing has reported it. Then `lost_with` says with what it was lost.
+        """
         member.has_exited = True
-        # A child that the user forked from this process may hold the other end: nothing more comes
+        # Without `shut`, a child that the user forked from the rank could keep the wire open
         member.wire.shut()
         if not member.is_read_elsewhere:
             while member.wire.is_open:  # `receive` closes it at its end
                 self.receive(member, member.wire)
         self.drain(member)
-        self._listener.on_end(member, self.death_of(member, code, lost_with))
+        member.exit = self._death_of(member, code, lost_with)
+        self._listener.on_end(member, member.exit)
 
-    def death_of(self, member: Member, code: int | None, lost_with: str = "") -> Outcome:
-        """Return how a rank has ended that did not answer."""
+    def _death_of(self, member: Member, code: int | None, lost_with: str) -> Outcome:
+        """Return the outcome of a rank whose process has ended, if it did not answer."""
         # SIGTERM ends workers, which have no handler. None: the code was lost with the server
         by_order = self.is_ending and code in (None, FORCED, -signal.SIGTERM)
         by_force = self._has_killed and code == -signal.SIGKILL
@@ -298,14 +312,14 @@ class Members:
     @property
     def is_over(self) -> bool:
         """True once none of the processes is alive."""
-        # Not a counter: an error between two lines, which this loop must survive, would falsify it
+        # Computed, not counted: an exception between two lines could falsify a counter
         return all(not member.is_alive for member in self.all)
 
     def end(self) -> None:
-        """Order every rank to end. Those that are late are killed."""
+        """Order every rank to end. Ranks that are late are killed."""
         if not self.is_ending:
             self.is_ending = True
-            self._events.timers.clear()  # the time limits of the call that ends with it
+            self._events.timers.clear()  # those of the call, which ends too
             self._events.timers[self._end_by_force] = time.monotonic() + self._grace_s
             for member in self.all:
                 self.tell(member, "end")
@@ -319,8 +333,8 @@ class Members:
     def close(self, exit_s: float = 0.0) -> None:
         """Let the ranks exit, and wait until no process is alive.
 
-        Ranks that are late are killed: once ``grace_s`` is over, or `exit_s` seconds for the exit
-        handlers of ranks that were not ordered to end.
+        Ranks that are late are killed: ``grace_s`` after an order to end. Ranks that were not
+        ordered to end have at least `exit_s` seconds for their exit handlers.
         """
         try:
             with self._events.lock:
@@ -334,8 +348,7 @@ class Members:
                 kill_at = timers.get(self._end_by_force, late_at)
                 timers.clear()
                 timers[self._end_by_force] = kill_at
-            while not self.is_over:
-                self._events.turn()
+            self._wait_for_ends()
         finally:
             if not self.is_over:
                 self._abandon()
@@ -343,6 +356,12 @@ class Members:
             # The listener and its members refer to each other: without this, their descriptors
             # would stay until the next garbage collection. No report comes after this line
             vars(self).pop("_listener", None)  # `close` may be called again after an error
+
+    def _wait_for_ends(self) -> None:
+        # Not in the `try` of `close`: Python 3.13 may leave out the `finally` if a signal handler
+        # raises where a `while` goes back
+        while not self.is_over:
+            self._events.turn()
 
     def _abandon(self) -> None:
         """Kill the processes without waiting for reports: an error ended the thread of the pool."""
@@ -353,15 +372,12 @@ class Members:
                 self._forget(member)
 
     def _end_by_force(self) -> None:
-        """Kill the ranks.
-
-        On the second call, give up those whose end the server does not report.
-        """
+        """Kill the ranks. The second call gives up those whose end the server does not report."""
         if self._has_killed:
             for member in self.all:
                 if member.is_alive:
-                    member.has_exited = True
-                    self._listener.on_end(member, Ended(time.time()))
+                    member.has_exited, member.exit = True, Ended(time.time())
+                    self._listener.on_end(member, member.exit)
                     self._forget(member)
             return
         late = [str(member.rank) for member in self.all if not member.has_exited]
@@ -383,7 +399,7 @@ class Members:
             self._starter.kill(member.rank, member.pid)
 
     def _forget(self, member: Member) -> None:
-        """Close the files of a rank. None of its processes is alive."""
+        """Note that no process of a rank is alive, and close its connections."""
         if not member.is_alive:
             return
         member.is_alive = False
@@ -394,10 +410,3 @@ class Members:
             self._events.forget(file)
             os.close(file)
         member.streams.clear()
-
-
-def _is_readable(*files: Any) -> bool:
-    poll = select.poll()  # select() is limited to descriptors below 1024
-    for file in files:
-        poll.register(file, select.POLLIN)
-    return bool(poll.poll(0))

@@ -9,11 +9,12 @@
 A launch is: start the ranks, make one call, close. Ranks that stay make any number of calls. The
 set-up of the ranks is the first call, with number 0.
 
-Guarantee: after the first failure of a call, a time limit, or `cancel`, the call ends in bounded
-time.
+Two guarantees:
 
-Ranks that stay are waited for as long as they run C code that an exception cannot interrupt. After
-`close`, no process of the pool is alive.
+- After the first failure of a call, a time limit, or `cancel`, the call ends in bounded time. An
+  exception: the pool waits for ranks that stay while they run C code that no exception can
+  interrupt.
+- After `close`, no process of the pool is alive.
 """
 
 from __future__ import annotations
@@ -60,16 +61,18 @@ STILL_S = 60.0
 STUCK_S = 20.0
 """Seconds that ranks may wait in collectives for ranks that do not take part."""
 
+# Seconds
 _POLL_S = 1.0  # between two looks at the ranks: often enough for limits of a few seconds
 _ECHO_S = 1.0  # for the original failure to arrive after an echo of it
 _BREAK_S = 1.0  # for a rank to end its call after an interrupt, before its connections are closed
-_STACKS_S = 1.0  # a rank answers at once, unless C code holds the GIL
+_STACKS_S = 1.0  # for stacks to arrive: a rank answers at once, unless C code holds the GIL
 # For the exit handlers of ranks that have returned, such as uploads of experiment trackers. A guess
 _EXIT_HANDLERS_S = 600.0
-_LINES_S = 0.5  # for ranks to say where they are: who presses Ctrl-C waits for it
+_LINES_S = 0.5  # for the ranks to report their lines, while the user waits after Ctrl-C
 _STOPPED_S = 1.0  # a longer delay of this thread means that this process itself was stopped
 _TRIM_S = 3.0  # without a call, after which large slabs are freed
-# Bytes of one call in the slabs of all ranks; beyond, they share a file. A guess
+
+# Bytes of one call in the slabs of all ranks. Beyond, the ranks share a file. A guess
 _MOST_COPIED = 256 << 20
 _NO_ANSWER = "no answer within a second: the rank is stopped, or runs code that holds the GIL"
 _log = logging.getLogger("parawrap.launch")
@@ -78,25 +81,26 @@ _log = logging.getLogger("parawrap.launch")
 class Pool:
     """The ranks of one launch, or those that stay.
 
-    Its owner is a thread, which calls all methods, except for `post`, `state_of`, `stacks`, and
-    `lines`. A caller that makes a call itself holds `events.lock` for `begin`, `has_ended`, and
-    `finish`.
+    One thread owns the pool: the thread of the pool. It calls all methods. Any thread may call
+    `post`, `state_of`, `stacks`, and `lines`. A caller that makes a call itself also uses `begin`,
+    `has_ended`, and `finish`, and holds `events.lock` for each.
 
     Args:
         starter: Starts the processes.
         assignments: The first message of each rank, by rank.
         transcripts: One per rank.
-        timeout_min: Minutes for each call.
+        timeout_min: Minutes for each call. None sets no limit.
         up_at: When `timeout_min` is over for the whole launch, by the monotonic clock. None counts
             it per call.
-        hang_s: Seconds without output and without progress. See `reason_of_hang`.
+        hang_s: Seconds without output and without progress, after which `reason_of_hang` gives a
+            reason. None sets no limit.
 
     Attributes:
         events: What the pool waits for.
         idle_deaths: How ranks that stay have died between two calls.
         preempted: True if the ranks were ordered to save and exit.
-        note_owned: Called with the globals that functions of a rank have assigned, and have
-            deleted.
+        note_owned: Called with two lists: the globals that functions of a rank have assigned, and
+            those they have deleted.
     """
 
     def __init__(
@@ -119,20 +123,19 @@ class Pool:
         self._up_at = up_at
         self._hang_s = hang_s
         self._stays = assignments[0].stays
-        # Four looks within `hang_s`: a call that hangs is ended a quarter late at most
+        # Four looks within `hang_s`: a call that hangs ends at most a quarter late
         self._look_s = _POLL_S if hang_s is None else min(_POLL_S, hang_s / 4)
-        self._call: Call | None = None  # that runs
+        self._call: Call | None = None  # the one that runs
         self._number = SET_UP  # of the last call
         self._generation = 0  # of the process groups
-        self._has_groups = False
-        self._must_regroup = False
+        self._has_groups = False  # True if the set-up made process groups
+        self._must_regroup = False  # True: the next call begins with a new generation
         self._is_set_up = False
         self._timed_out = ""  # the time limit that ended the ranks
         self._unanswered: set[int] = set()  # ranks that have not reported their steps
         self._stacks: dict[int, str] = {}  # of the ranks that ran a call at the last request
-        self._unlocated: set[int] = set()  # ranks that have not answered where they are
-        # One latch per request that waits for all answers. Ctrl-C in the thread that waits cannot
-        # leave a latch locked, as it could an event that all requests share
+        self._unlocated: set[int] = set()  # ranks that have not reported their lines
+        # One latch per thread that waits for all stacks, or for all lines
         self._stack_requests: list[Latch] = []
         self._line_requests: list[Latch] = []
         self.idle_deaths: dict[int, Outcome] = {}
@@ -167,16 +170,16 @@ class Pool:
         return dict(self._stacks)
 
     def lines(self) -> dict[int, str]:
-        """Return the line of user code that each rank executes that runs a call.
+        """Return a line of user code for each rank that runs a call: the line that it executes.
 
-        A rank that does not answer at once is named by its last known line, if there is one.
+        For a rank that does not answer at once, this is its last known line, if there is one.
         """
         have_arrived = Latch()
         self.events.post(partial(self._ask_for_lines, have_arrived))
         have_arrived.wait(_LINES_S)
         lines: dict[int, str] = {}
         for member in self._running():
-            looked = member.looked  # read once: the next call may begin meanwhile
+            looked = member.looked  # read once: the begin of the next call sets None
             lines[member.rank] = "an unknown place" if looked is None else looked.line
         return lines
 
@@ -188,7 +191,7 @@ class Pool:
         return self._members.is_ending
 
     def start(self) -> None:
-        """Start the processes.
+        """Start the processes, unless `cancel` comes first.
 
         Raises:
             LaunchError: If a process cannot be started.
@@ -227,24 +230,31 @@ class Pool:
     def begin(self, call: Call) -> None:
         """Send a call to its ranks. A limit of this process fails the call, and not the ranks.
 
+        No rank gets a call for which this raises.
+
         Raises:
-            LaunchError: If memory lacks room for it. No rank gets it.
-            OSError: If this process has reached a limit. No rank gets it.
+            LaunchError: If memory lacks room for the call.
+            OSError: If this process has reached a limit.
         """
-        assert call.packed is not None
-        packed, block = call.packed, call.packed.block
+        packed = call.packed
+        assert packed is not None
+        block = packed.block
         number = self._number + 1
         generation = self._generation + 1 if self._must_regroup else None
-        # Ranks that do not run the call take what later calls rely on
+
+        # Ranks that do not run the function take what later calls rely on
         concerns_all = packed.brings_definitions or call.changes is not None or self._must_regroup
         needs_all = self._stays and concerns_all
         members = [each for each in self._members.all if needs_all or each.rank in call.ranks]
-        # Slabs pay when they are used again. A file is written once for all ranks
+
+        # A slab per rank pays when it is used again. A shared file is written once for all ranks
         fits_slabs = self._stays and len(members) * block.size <= _MOST_COPIED
         if len(members) > 1 and not fits_slabs:
             block.copy_bytes()
+
+        # All letters are encoded before the first is sent: a limit fails the call as a whole
         letters: list[tuple[Wire, Letter]] = []
-        # By whether the rank calls the function: each is pickled once for all ranks
+        # A head for ranks that run the function (True), and one for others (False)
         heads: dict[bool, bytes] = {}
         try:
             for member in members:
@@ -253,21 +263,25 @@ class Pool:
                     head = CallHead(number, call.changes, runs_it, generation, packed.item)
                     heads[runs_it] = pickle.dumps(("call", head), 5)
                 letters.append((member.wire, member.wire.encode(heads[runs_it], block)))
-        except BaseException as error:  # also Ctrl-C: no rank may get a part of the call
+        except BaseException as error:  # Ctrl-C too: no rank may get a part of the call
             for wire, letter in letters:
                 wire.drop(letter)
             if isinstance(error, SessionError):
                 raise LaunchError(str(error)) from None
             raise
+
+        # From here on nothing fails
         self._number = call.number = number
         call.generation = generation
         if generation is not None:
             self._generation = generation
-        # The letters keep the block until it has left
-        call.packed = None  # it holds the arguments, which the call does not need any more
+        # It holds the arguments, which this call does not need any more. The letters keep the block
+        # until it has left
+        call.packed = None
         call.others = {member.rank for member in members} - {*call.ranks}
         self._note_begin(call)
-        # From here on all ranks get it, even if a limit delays it: `flush` does not raise
+
+        # All ranks get the call, even if a limit delays it: `flush` does not raise
         for wire, letter in letters:
             wire.enqueue(letter)
             wire.flush()
@@ -275,9 +289,9 @@ class Pool:
         self.events.wake_in_time()
 
     def _note_begin(self, call: Call) -> None:
+        """Make a call the one that runs, and set its timers."""
         now = time.monotonic()
-        call.began_at = call.departed_at = now
-        call.last_sign = call.looked_at = now
+        call.began_at = call.departed_at = call.last_sign = call.looked_at = now
         self._call = call
         self._timers.pop(self._trim, None)
         if not self.is_ending:
@@ -293,25 +307,26 @@ class Pool:
             member.transcripts = [member.transcript]
             if member.rank in call.transcripts:
                 member.transcripts.append(call.transcripts[member.rank])
-            # It died between two calls: the report with its exit code has come, and none follows
-            if member.has_exited:
+            # Its process ended before this call: no report follows
+            if member.exit is not None:
                 call.others.discard(member.rank)
-                self._settle(member, self._members.death_of(member, None))
+                self._settle(member, member.exit)
 
     def has_ended(self, call: Call) -> bool:
         """True once all ranks of the call have ended it, or are gone."""
         is_settled = len(call.outcomes) >= len(call.ranks) and not call.others
-        # Also if `cancel` came before the start: then ranks have no processes, and never settle
+        # After a `cancel` before the start, ranks without processes never get an outcome
         return is_settled or (self._members.is_cancelled and self._members.is_over)
 
     def finish(self, call: Call) -> Ending:
         """Return how the ranks have ended a call."""
         self._call = None
-        if not self.is_ending:  # else the timers belong to the end
+        if not self.is_ending:  # else the timers are those of the end
             self._timers.clear()
             if self._stays:
                 self._timers[self._trim] = time.monotonic() + _TRIM_S
                 self.events.wake_in_time()
+
         # Groups work only if all ranks have the same ones, at the same collective
         operations = {member.operations for member in self._members.all}
         is_out_of_step = call.halt is not None and len(operations) > 1
@@ -320,13 +335,15 @@ class Pool:
         have_failed = is_out_of_step or has_broken or some_have_old_groups
         some_lack_groups = None in operations  # a function has destroyed them
         self._must_regroup = self._has_groups and (have_failed or some_lack_groups)
+
         last_lines: dict[int, str] = {}
         if self._timed_out:
             for member in self._members.all:
                 if member.looked is not None:
                     last_lines[member.rank] = member.looked.line
-        is_cancelled, lost = self._members.is_cancelled, self._members.lost
-        # Ranks that were lost before `cancel` are an error all the same
+        lost = self._members.lost
+        # The loss of ranks is an error, even if `cancel` came afterwards
+        are_cancelled = self._members.is_cancelled and not lost
         return Ending(
             dict(sorted(call.outcomes.items())),
             {member.rank: member.place for member in self._members.all},
@@ -334,7 +351,7 @@ class Pool:
             timed_out=self._timed_out,
             last_lines=last_lines,
             deadlocked=call.is_deadlocked,
-            cancelled=call.is_cancelled or (is_cancelled and not lost),
+            cancelled=call.is_cancelled or are_cancelled,
             lost=lost,
             error=call.error,
             has_output=any(each.wrote_at >= call.began_at for each in self._members.all),
@@ -346,7 +363,7 @@ class Pool:
         return Ending(self.idle_deaths, {member.rank: member.place for member in self._members.all})
 
     def end(self) -> None:
-        """Order every rank to end. Those that are late are killed."""
+        """Order every rank to end. Ranks that are late are killed."""
         self._members.end()
 
     def cancel(self) -> None:
@@ -364,23 +381,25 @@ class Pool:
         self._members.close(_EXIT_HANDLERS_S)
 
     def _trim(self) -> None:
-        """Free large slabs that no call has used for a while. No caller makes a call."""
-        self.events.take_back()  # the numbers of released slabs arrive as messages
+        """Free large slabs that no call has used for a while. `begin` removes this timer."""
+        # The ranks send the numbers of released slabs, and no caller reads them
+        self.events.take_back()
         for member in self._members.all:
             if member.wire.is_open:
                 member.wire.trim()
                 self.events.update_watch(member.wire)
 
     def interrupt(self, call: Call, *, cancels: bool = False) -> None:
-        """Raise KeyboardInterrupt in the function of each rank that runs this call."""
+        """Raise KeyboardInterrupt in the function of each rank that runs this call.
+
+        If it `cancels`, the caller gets LaunchCancelledError.
+        """
         call.is_cancelled = call.is_cancelled or cancels
         if self._call is call:
             self._interrupt(by_user=True)
 
     def preempt(self) -> None:
-        """Order the ranks to save and exit.
-
-        Ranks that still run after ``grace_s`` are ended.
+        """Order the ranks to save and exit, unless they stay. Those that are late are ended.
 
         All ranks save in the same loop iteration: the first one that no rank has reached yet. So
         each rank reports how often `should_checkpoint` has returned False, and further calls block
@@ -391,20 +410,21 @@ class Pool:
             return
         self.preempted = True
         self._timers[self.end] = time.monotonic() + self._grace_s
-        # During the set-up all ranks: those that have ended it will run the first call
+        # During the set-up, all ranks: also those that have ended it will run the function
         asked = self._members.all if self._number == SET_UP else self._running()
         self._unanswered = {member.rank for member in asked}
         for member in asked:
             self._members.tell(member, "preempt")
 
     def _running(self) -> list[Member]:
+        """Return the ranks that run the function of the call."""
         call = self._call  # read once, as in `state_of`
         if call is None:
             return []
         return [self._members.all[rank] for rank in call.ranks if rank not in call.outcomes]
 
     def _busy(self) -> list[Member]:
-        """Return the ranks that run the call, and those that only load what it brings."""
+        """Return the ranks that run the function, and those that only load what the call brings."""
         call = self._call
         loading = [] if call is None else [self._members.all[rank] for rank in sorted(call.others)]
         return [*self._running(), *loading]
@@ -417,7 +437,7 @@ class Pool:
         self._settle(member, outcome)
 
     def _note_answer(self, member: Member) -> None:
-        """Note that a rank that does not run the call has its globals, or has ended."""
+        """Note that a rank of `others` has loaded what the call brings, or has ended."""
         call = self._call
         if call is not None and member.rank in call.others:
             call.others.remove(member.rank)
@@ -427,12 +447,14 @@ class Pool:
     def _settle(self, member: Member, outcome: Outcome) -> None:
         """Note how a rank has ended the call, and decide what happens to the others."""
         call = self._call
-        if call is None:
+        if call is None:  # between two calls
             if self._stays and isinstance(outcome, Died):
                 self.idle_deaths[member.rank] = outcome
             return
         if member.rank in call.outcomes or member.rank not in call.ranks:
             return  # the first outcome holds: a rank that has returned may exit afterwards
+
+        # The outcome
         if isinstance(outcome, Died) and self._stays and member.wrote_at < call.began_at:
             # Output of earlier calls is no clue, such as the tracebacks of their errors
             outcome = replace(outcome, last_words="")
@@ -444,15 +466,17 @@ class Pool:
         if self.events.is_lent and self.has_ended(call):
             self.events.wake_caller()
         now = call.last_sign = call.departed_at = time.monotonic()
-        if call.number != SET_UP:  # a rank that is set up still takes part in the agreement
+        if call.number != SET_UP:  # a rank that has only been set up still reports its steps
             self._agree_on_checkpoint(member.rank)
+
+        # The others
         if self.is_ending:
             return
         if isinstance(outcome, Died) and self._stays:  # the other ranks are of no use without it
             self.end()
         elif isinstance(outcome, Requeued):
             self._timers.setdefault(self.end, now + self._grace_s)  # an earlier limit holds
-            self._timers.pop(self._interrupt, None)  # the reported echo came from this exit
+            self._timers.pop(self._interrupt, None)  # an echo before came from this exit
         elif isinstance(outcome, (Raised, Died)):
             first = first_failure(call.outcomes)
             if first is None:  # all are echoes of a rank that exits to be restarted
@@ -463,7 +487,7 @@ class Pool:
                 self._timers.setdefault(self._interrupt, now + _ECHO_S)
 
     def _interrupt(self, *, by_user: bool = False) -> None:
-        """End the call in the ranks that still run it. Processes that do not stay end too."""
+        """Interrupt the call in the ranks that still run it. End ranks that do not stay."""
         call = self._call
         assert call is not None
         if not self._stays or call.number == SET_UP:
@@ -472,28 +496,34 @@ class Pool:
         if self.is_ending:
             return
         before = call.halt
-        # An interrupt of the user adds its time limit to one after a failure. Others add nothing
-        if before is not None and (before.by_user or not by_user):
-            return
-        call.halt = Halt(by_user, has_broken=before is not None and before.has_broken)
+        has_broken = False
+        if before is not None:
+            # A second interrupt matters only if it is the first one of the user: it adds a limit
+            if before.by_user or not by_user:
+                return
+            has_broken = before.has_broken
+        call.halt = Halt(by_user, has_broken)
         now = time.monotonic()
-        self._timers.pop(self._interrupt, None)  # which waited for the original failure
+        self._timers.pop(self._interrupt, None)  # it waited for the original failure
         self._timers[self._break_connections] = now + _BREAK_S
-        # A look acts on the answers to the look before. So that this one requests answers after the
-        # interrupt, it comes no earlier
+        # A look asks for answers, on which the next one acts. This look waits too, so that its
+        # answers show the effect of the interrupt
         self._timers[self._look] = now + _BREAK_S
-        if by_user:  # after a failure, `_look` decides: C code may take its time
-            # At least: time to stop before connections are closed, and as much after it
-            self._timers[self._lose] = now + max(self._grace_s, 2 * _BREAK_S)
         # After a failure, ranks that only load what the call brings go on: later calls need it
-        for member in self._busy() if by_user else self._running():
+        interrupted = self._running()
+        if by_user:
+            interrupted = self._busy()
+            # Ranks have a second to stop before their connections are closed, and one after it.
+            # After a failure, `_look` sets the limit: C code may take its time
+            self._timers[self._lose] = now + max(self._grace_s, 2 * _BREAK_S)
+        for member in interrupted:
             self._members.tell(member, "interrupt", call.number)
 
     def _agree_on_checkpoint(self, rank: int) -> None:
-        """Note that this rank has answered or ended.
+        """Note that a rank has reported its steps, or has ended.
 
-        Once all have, tell them from which call of `should_checkpoint` on it returns True: the
-        highest count of calls that a rank has made.
+        After the last one, tell all ranks from which call of `should_checkpoint` on it returns
+        True: the highest number of steps.
         """
         is_last = self._unanswered == {rank}
         if is_last:
@@ -507,10 +537,11 @@ class Pool:
     def _break_connections(self) -> None:
         """Close the connections between ranks that still run: they may wait in a collective."""
         assert self._call is not None
-        assert self._call.halt is not None
+        halt = self._call.halt
+        assert halt is not None
         running = self._running()
         if running:
-            self._call.halt.has_broken = True
+            halt.has_broken = True
         for member in running:
             self._members.tell(member, "break")
 
@@ -524,11 +555,15 @@ class Pool:
         self.end()
 
     def _time_is_up(self) -> None:
+        """End the ranks at the time limit."""
         self._end_with_stacks(f"not done after timeout_min={self._timeout_min:g} minutes")
 
     def _end_with_stacks(self, limit: str = "") -> None:
-        """Ask the ranks that run for their lines and their stacks, then end all ranks."""
-        # A rank answers in order, so its line is there when its stacks are
+        """Ask the ranks that run for their lines and their stacks, then end all ranks.
+
+        `limit` is the time limit that is the reason; empty in a deadlock.
+        """
+        # First: a rank answers in order, so its line arrives before its stacks
         for member in self._running():
             self._ask(member, "look")
         self._ask_for_stacks()
@@ -538,20 +573,26 @@ class Pool:
         self._timers[self._end_without_stacks] = time.monotonic() + _STACKS_S
 
     def _end_without_stacks(self) -> None:
-        # Not `end` itself, for which `preempt` sets a timer: `on_message` sees from the timer of
-        # this function that the end waits for stacks
+        # A function of its own, because `preempt` sets a timer for `end`: the timer of this one
+        # tells `on_message` that the end waits for stacks
         self.end()
 
     # -- looks at ranks
 
     def _ask(self, member: Member, word: str) -> None:
-        """Ask a rank for an answer. A stopped process never answers, so nothing is asked twice."""
+        """Send a rank a request, unless it has to answer an earlier one with the same word.
+
+        A stopped process never answers: its requests must not pile up.
+        """
         if word not in member.asked:
             member.asked.add(word)
             self._members.tell(member, word)
 
     def _ask_for_stacks(self, have_arrived: Latch | None = None) -> None:
-        """Ask each rank that runs a call for its stacks, unless a time limit has asked for them."""
+        """Ask each rank that runs a call for its stacks, unless a time limit has done so.
+
+        Set `have_arrived` once all have arrived.
+        """
         if have_arrived is not None:
             self._stack_requests.append(have_arrived)
         if not self._timed_out:
@@ -562,7 +603,7 @@ class Pool:
             _set_all(self._stack_requests)
 
     def _ask_for_lines(self, have_arrived: Latch) -> None:
-        """Ask each rank that runs a call where it is."""
+        """Ask each rank that runs a call for its line. Set `have_arrived` once all have arrived."""
         self._line_requests.append(have_arrived)
         running = self._running()
         self._unlocated = {member.rank for member in running}
@@ -572,15 +613,16 @@ class Pool:
             _set_all(self._line_requests)
 
     def _look(self) -> None:
-        """Act on the last looks at ranks, and look again."""
+        """Act on the answers to the last look, and ask the ranks again."""
         call, now = self._call, time.monotonic()
         assert call is not None
         self._timers[self._look] = now + self._look_s
         was_stopped = now - call.looked_at > self._look_s + _STOPPED_S
-        if was_stopped:  # this process itself, which has read nothing since
+        if was_stopped:  # this process itself: signs of the ranks wait to be read
             call.last_sign = now
         call.looked_at = now
-        # Ranks that only load the call make progress too, but wait for no other rank
+
+        # The last sign of life. Ranks that only load the call make progress too
         running, busy = self._running(), self._busy()
         for member in busy:
             if member.looked is not None:
@@ -588,6 +630,7 @@ class Pool:
                 call.last_sign = max(call.last_sign, progressed_at)
         for member in self._members.all:
             call.last_sign = max(call.last_sign, member.wrote_at)
+
         if call.halt is not None:
             if any(ignores_halt(member, call.number, call.halt) for member in running):
                 self._timers.setdefault(self._lose, now + self._grace_s)
@@ -597,20 +640,22 @@ class Pool:
             self._ask(member, "look")
 
     def _judge(self, call: Call, running: Sequence[Member], now: float) -> None:
-        """Log a hint, or end ranks that hang, or that wait for ranks which do not take part."""
+        """End ranks that hang, or that wait for ranks which do not take part, or log a hint."""
         if self._hang_s is not None:
             why = reason_of_hang(call, running, self._members.all, self._hang_s, now)
             if why:
                 self._end_with_stacks(f"silent for hang_timeout_s={self._hang_s:g} seconds: {why}")
                 return
-        # Ranks that wait for one which takes part go on when it comes, however late
-        are_some_absent = len(running) < len(self._members.all)
-        do_all_wait = all(each.looked and each.looked.waits_s >= STUCK_S for each in running)
+
+        # A deadlock. If all ranks run the call, each wait may end: the last rank is only late.
         # Without a running rank, the call lasts until the others have loaded its globals
-        can_be_deadlocked = bool(running) and are_some_absent and do_all_wait
+        is_one_absent = len(running) < len(self._members.all)
+        do_all_wait = all(each.looked and each.looked.waits_s >= STUCK_S for each in running)
+        can_be_deadlocked = bool(running) and is_one_absent and do_all_wait
         if can_be_deadlocked and now - call.departed_at >= STUCK_S:
             self._end_waits(call)
             return
+
         is_one_idle = any(each.looked and each.looked.idle_s >= STILL_S for each in running)
         if is_one_idle and not call.has_hint:
             call.has_hint = True
@@ -621,14 +666,14 @@ class Pool:
             )
 
     def _end_waits(self, call: Call) -> None:
-        """End ranks that wait for others in vain: to restart, or with an error and stacks."""
+        """End ranks that wait for ranks which do not take part: to restart, or with an error."""
         is_to_restart = any(isinstance(each, Requeued) for each in call.outcomes.values())
         if self.preempted or is_to_restart:
             self.end()
             return
         call.is_deadlocked = True
         if self._stays:
-            # The ranks answer while they wait: the error of the call has their stacks
+            # Their control threads answer while they wait: the error of the call has the stacks
             self._ask_for_stacks()
             self._interrupt()
         else:
@@ -642,7 +687,7 @@ class Pool:
         member.asked.discard(word)
         if word == "answer":
             self._on_answer(member, body, message)
-        elif word == LOST and self._call is not None:  # the outcome of a rank, or its exception
+        elif word == LOST and self._call is not None:  # this was an answer, with its outcome
             self._call.error = message.error
             self._settle(member, Ended(time.time()))
         elif word == "look":
@@ -663,7 +708,8 @@ class Pool:
             self._agree_on_checkpoint(member.rank)
 
     def _on_answer(self, member: Member, answer: Answer, message: Message) -> None:
-        self._members.drain(member)  # what the function has printed belongs to this call
+        """Handle the answer of a rank to a call."""
+        self._members.drain(member)  # the output so far belongs to this call
         member.operations = answer.operations
         if answer.owned is not None:
             assigned, deleted = answer.owned
@@ -679,18 +725,19 @@ class Pool:
             call.error = call.error or message.error
             outcome = Returned(outcome.at, message.block, answer.item)
             is_last = not self._stays and call.number != SET_UP
-            if is_last:  # without its process, collectives of the others raise an error
+            if is_last:
+                # Without its wire, the rank exits. Then collectives of the others raise an error
                 drop = partial(self._members.drop, member.wire)
                 self._timers[drop] = time.monotonic() + LINGER_S
         elif isinstance(outcome, Ended):
             by_order = self.is_ending or call.halt is not None
-            if not by_order:  # by a signal from outside
+            if not by_order:  # by SIGTERM from outside
                 outcome = Died(outcome.at, member.pid, -signal.SIGTERM)
         self._settle(member, outcome)
 
 
 def _set_all(requests: list[Latch]) -> None:
-    """Let the threads go on that wait for the answers, and forget their requests."""
+    """Let the threads go on that wait for answers, and forget their requests."""
     for have_arrived in requests:
         have_arrived.set()
     requests.clear()
