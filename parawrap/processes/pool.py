@@ -23,6 +23,7 @@ import logging
 import pickle
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -74,6 +75,9 @@ _TRIM_S = 3.0  # without a call, after which large slabs are freed
 
 # Bytes of one call in the slabs of all ranks. Beyond, the ranks share a file. A guess
 _MOST_COPIED = 256 << 20
+# Threads that wait for stacks or lines at a time. A guess. If more do, the first ones wait their
+# whole time
+_MOST_REQUESTS = 64
 _NO_ANSWER = "no answer within a second: the rank is stopped, or runs code that holds the GIL"
 _log = logging.getLogger("parawrap.launch")
 
@@ -135,9 +139,10 @@ class Pool:
         self._unanswered: set[int] = set()  # ranks that have not reported their steps
         self._stacks: dict[int, str] = {}  # of the ranks that ran a call at the last request
         self._unlocated: set[int] = set()  # ranks that have not reported their lines
-        # One latch per thread that waits for all stacks, or for all lines
-        self._stack_requests: list[Latch] = []
-        self._line_requests: list[Latch] = []
+        # One latch per thread that waits for all stacks, or for all lines. If a rank never answers,
+        # none is removed: the deques drop the oldest
+        self._stack_requests: deque[Latch] = deque(maxlen=_MOST_REQUESTS)
+        self._line_requests: deque[Latch] = deque(maxlen=_MOST_REQUESTS)
         self.idle_deaths: dict[int, Outcome] = {}
         self.preempted = False
         self.note_owned: Callable[[list[Any], list[Any]], None] = lambda *_: None
@@ -736,7 +741,7 @@ class Pool:
         self._settle(member, outcome)
 
 
-def _set_all(requests: list[Latch]) -> None:
+def _set_all(requests: deque[Latch]) -> None:
     """Let the threads go on that wait for answers, and forget their requests."""
     for have_arrived in requests:
         have_arrived.set()

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import resource_tracker
 
 import psutil
@@ -22,6 +23,7 @@ from torch import nn
 
 from parawrap import LaunchError, LaunchTimeoutError, RankDiedError, wrapper
 from parawrap.processes import fork_server
+from parawrap.processes.latch import Latch
 from parawrap.processes.wire import Wire
 from tests.helpers.limits import files_left
 from tests.helpers.pools import processes
@@ -325,3 +327,23 @@ def test_a_death_just_before_a_call_has_its_signal():
             with pytest.raises(RankDiedError, match="killed by SIGKILL") as caught:
                 two(nothing)
         assert caught.value.signal is signal.SIGKILL
+
+
+def test_requests_at_a_stopped_rank_do_not_pile_up():
+    """A rank that never answers keeps a bounded number of requests for stacks and lines."""
+    with ranks(1, **ALONE).open() as one:
+        (pid,) = one(os.getpid)
+        launch = one.submit(time.sleep, PATIENCE_S)
+        eventually(lambda: one._run._pool.state_of(0) == "running", "the call")
+        os.kill(pid, signal.SIGSTOP)
+        pool = one._run._pool
+        for _ in range(200):
+            pool.post(partial(pool._ask_for_stacks, Latch()))
+            pool.post(partial(pool._ask_for_lines, Latch()))
+        handled = Latch()
+        pool.post(handled.set)
+        assert handled.wait(PATIENCE_S)
+        assert len(pool._stack_requests) < 100
+        assert len(pool._line_requests) < 100
+        os.kill(pid, signal.SIGCONT)
+        launch.cancel()
