@@ -18,43 +18,48 @@ How a call of ranks that stay runs::
      │      pack the function if the ranks lack it, the globals that          kept_functions.py
      │      changed, and the arguments
      ├─ HeldSignals                                                           held_signals.py
-     │      until `finish`, Ctrl-C only wakes this thread: no message is
-     │      half read
+     │      until `finish`, Ctrl-C only wakes this thread, so that it
+     │      interrupts no message
      ├─ Pool.begin                                                            pool.py
-     │      encode for every rank, then send: a limit of this process         wire.py
-     │      fails the call, and no rank has got it
+     │      encode for all ranks, then send: at a limit of this process,      wire.py
+     │      the call fails before a rank has got it
      ├─ RanksRun.drive                                                        launch/ranks_run.py
      │      this thread waits for the answers, and reads them                 events.py
      │      ▲ the thread of the pool reads status and output, runs timers,    members.py
      │      └ and wakes this thread at a death; it goes on after Ctrl-C
      ├─ Pool.finish                                                           pool.py
-     │      note how the ranks ended it; release Ctrl-C
+     │      note how the ranks have ended the call; handle Ctrl-C
      └─ values_of                                                             outcomes.py
             unpickle the values, or raise the error of the first failure
 
 If another call runs, or waits, a call lines up behind it, and the thread of the pool makes it.
 
-If a rank raises or dies, `Pool._settle` interrupts the call in the other ranks. An echo in a rank
-waits a second for the original failure. `Pool._look` finds ranks that hang or wait in vain. The
-call ends once each of its ranks has an outcome, and `first_failure` in `outcomes.py` picks the
-error.
+If a rank raises or dies, `Pool._settle` interrupts the call in the other ranks. After an echo, it
+waits a second for the original failure. `Pool._look` finds ranks that hang, or that wait for ranks
+which do not take part. The call ends once each of its ranks has an outcome, and `first_failure` in
+`outcomes.py` picks the error.
 
 Words that several files use:
 
-- Ranks that do not run a call still take the function and the globals that it brings: later calls
-  rely on them.
-- An echo is an error that reports a lost connection to another rank. The original failure counts.
+- The launching process runs the script. A member is a rank as the launching process sees it. The
+  others are the ranks that do not run the function of a call, but take the function and the globals
+  that it brings: later calls rely on them.
+- An outcome is how one rank has ended a call. An ending is how the whole call has ended. An echo is
+  an outcome that reports a lost connection to another rank: the original failure is raised instead.
 - A generation is the process groups of all ranks. If a call leaves them unusable, the ranks make
   the next generation before their next call.
+- A look is a request to a rank: where is its main thread, and for how long?
+- A space is the globals of one module, or of one dict of `exec`.
 - A block is the memory of the tensors of one message. A large one lies in a slab: shared memory
-  that its owner fills again once the reader has released it.
+  that its owner fills again once the reader has released it. An item says where in the block a
+  value is.
 
 Two rules hold for all pools, and `tests/processes/test_supervision.py` keeps them: the thread that
 owns a pool resolves every open call on every way out, and nothing in it waits without a deadline,
 which is an hour if nothing is due earlier.
 
-A worker is a rank that stays: its lane sends and receives, and one thread per block notices how
-processes end (`workers/local_workers.py`).
+A worker is a rank that stays: the lane of a `parallel` block sends and receives, and one thread per
+`parallel` block notices how processes end (`workers/local_workers.py`).
 
 file              | contents                                    | tests
 ----------------- | ------------------------------------------- | ----------------------------------

@@ -5,13 +5,16 @@
     launching process                                       rank
     KeptFunctions: function and its parts ── key ──► KeptCall: the call that brought the function
 
-A kept function behaves as if each call had brought it: the rank makes it again for each call, and
-the launching process compares its parts before each.
+A kept function behaves as if each call had brought it. For each call, the rank makes a new function
+from the parts, and the launching process compares the parts before.
+
+Keys that the ranks may forget travel with the next call that brings a function.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from itertools import count
 from operator import is_
@@ -23,7 +26,8 @@ from parawrap.tree import PLAIN
 UNASSIGNED = types.CellType()
 """Equals the cell of a variable that is not assigned yet."""
 
-_LARGEST_KEPT = 4096  # bytes of a text in a closure; a guess: longer ones rarely come twice
+# Length of a text in a closure: a function with a longer one is not kept. A guess
+_LARGEST_TEXT = 4096
 _MOST_FUNCTIONS = 32  # a guess: a loop of training and evaluation calls a few
 
 
@@ -39,19 +43,22 @@ class KeptFunction(NamedTuple):
 
 
 class KeptFunctions:
-    """The functions that the ranks keep.
+    """The functions that the ranks keep, as the launching process knows them.
 
-    Each gets a key of its own, also when it comes again: a call whose function has not arrived can
-    never find another.
+    A function gets a new key each time it is sent. So a call whose function has not arrived in a
+    rank never finds an older function there.
+
+    Two threads use it: one packs calls, and the other drops functions of calls that did not arrive.
     """
 
     def __init__(self) -> None:
         self._keys = count()
-        self._kept: dict[int, KeptFunction] = {}  # by the id of the function
+        self._kept: dict[int, KeptFunction] = {}  # by the id of the function, the oldest call first
         self._gone: list[int] = []  # keys that the ranks may forget, and have not been told
+        self._changing = threading.Lock()  # of these two
 
     def find(self, function: Any, parts: list[Any]) -> KeptFunction | None:
-        """Return the function if the ranks have it as it is now."""
+        """Return the function if the ranks have it as it is now, and None otherwise."""
         kept = self._kept.get(id(function))
         if kept is None or len(parts) != len(kept.parts):
             return None
@@ -62,42 +69,48 @@ class KeptFunctions:
         return KeptFunction(next(self._keys), function, parts)
 
     def gone_with(self, function: Any) -> list[int]:
-        """Return the keys that the ranks may forget if they get this function."""
-        gone = list(self._gone)
-        if id(function) in self._kept:
-            gone.append(self._kept[id(function)].key)
-        elif len(self._kept) >= _MOST_FUNCTIONS:
-            oldest = next(iter(self._kept.values()))
-            gone.append(oldest.key)
-        return gone
+        """Return the keys that the ranks may forget once they get this function."""
+        with self._changing:
+            gone = list(self._gone)
+            replaced = self._kept.get(id(function))
+            if replaced is None and len(self._kept) >= _MOST_FUNCTIONS:
+                replaced = next(iter(self._kept.values()))  # the oldest, which `note` removes
+            if replaced is not None:
+                gone.append(replaced.key)
+            return gone
 
     def note(self, kept: KeptFunction) -> None:
         """Note that the ranks get a function or have it already, and that it was called last."""
-        before = self._kept.pop(id(kept.function), None)
-        if before is None or before.key != kept.key:
-            self._gone.clear()  # the call that brings the function brings these keys too
-            if len(self._kept) >= _MOST_FUNCTIONS:
-                # A dict keeps the order of entry, which is that of the last calls here
-                oldest = next(iter(self._kept))
-                del self._kept[oldest]
-        self._kept[id(kept.function)] = kept
+        with self._changing:
+            before = self._kept.pop(id(kept.function), None)
+            if before is None or before.key != kept.key:
+                # The call that brings the function brings these keys too. One that `drop` has added
+                # since is lost: then the ranks keep its function until they end
+                self._gone.clear()
+                if len(self._kept) >= _MOST_FUNCTIONS:
+                    del self._kept[next(iter(self._kept))]  # the oldest
+            # As the last entry, whose call is the newest
+            self._kept[id(kept.function)] = kept
 
     def drop(self, function: Any) -> None:
         """Forget a function that did not reach all ranks."""
-        before = self._kept.pop(id(function), None)
-        if before is not None:
-            self._gone.append(before.key)
+        with self._changing:
+            before = self._kept.pop(id(function), None)
+            if before is not None:
+                self._gone.append(before.key)
 
     def drop_all(self) -> None:
-        """Forget all functions: the ranks may have them otherwise than they would be sent now."""
-        self._gone += [kept.key for kept in self._kept.values()]
-        self._kept.clear()
+        """Forget all functions: from now on they travel in another way, by value or by name."""
+        with self._changing:
+            self._gone += [kept.key for kept in self._kept.values()]
+            self._kept.clear()
 
 
 def parts_of(function: Any) -> list[Any] | None:
-    """Return the parts of a function that its pickle has. They are compared by identity.
+    """Return the parts of a function that its pickle contains. They are compared by identity.
 
-    None if the function is not kept: a part may change in place, such as a list in a closure.
+    Return None if the function cannot be kept, because a part may change in place, such as a list
+    in a closure.
     """
     if isinstance(function, types.BuiltinFunctionType):
         owner = function.__self__
@@ -108,24 +121,26 @@ def parts_of(function: Any) -> list[Any] | None:
     by_key = function.__kwdefaults__ or {}
     defaults = [*(function.__defaults__ or ()), *by_key, *by_key.values()]
     values = [*defaults, *_contents_of_cells(function)]
-    # Others may change in place. A variable may also be assigned later: `UNASSIGNED` is not plain
-    if not all(type(each) in PLAIN for each in values):
-        return None
-    if any(isinstance(each, (str, bytes)) and len(each) > _LARGEST_KEPT for each in values):
-        return None
+    for value in values:
+        # Others may change in place. `UNASSIGNED` is not plain: the variable may get a value later
+        if type(value) not in PLAIN:
+            return None
+        if isinstance(value, (str, bytes)) and len(value) > _LARGEST_TEXT:
+            return None
     annotations = [*function.__annotations__, *function.__annotations__.values()]
     if not all(isinstance(each, (*PLAIN, type)) for each in annotations):
         return None
     names = [function.__name__, function.__qualname__, function.__module__, function.__doc__]
-    # The ranks find such a function in their `__main__`, and must not find one that has gone
+    # A call that brings a function of `__main__` also binds its name in the ranks. If the name is
+    # bound to another object here since, the function has other parts, and is sent again
     is_in_main = vars(sys.modules["__main__"]).get(function.__qualname__) is function
     return [function.__code__, *names, *values, *annotations, is_in_main]
 
 
 def _contents_of_cells(function: Any) -> list[Any]:
-    """Return what the variables of a closure hold; `UNASSIGNED` for those without a value."""
-    # Two cells with a value are compared by these, but `UNASSIGNED` has none
+    """Return the values of the variables of a closure; `UNASSIGNED` for those without a value."""
     cells = function.__closure__ or ()
+    # Two cells are equal if their values are, or if neither has one, as `UNASSIGNED`
     return [UNASSIGNED if cell == UNASSIGNED else cell.cell_contents for cell in cells]
 
 
@@ -135,49 +150,49 @@ def _contents_of_cells(function: Any) -> list[Any]:
 class KeptCall:
     """A call without arguments, whose function stays in the rank.
 
-    `call` is the dict that `SentScript` packs.
+    `call` is the dict that `SentScript` packs. This object owns it.
     """
 
     def __init__(self, call: dict[str, Any]) -> None:
         self._call = call
-        self._function = function = call["the function"]
-        # As they are now: the function may change its own attributes when it runs
-        if call["is_by_value"]:
-            self._cells = _contents_of_cells(function)
-            self._defaults = function.__defaults__
-            self._by_key = dict(function.__kwdefaults__ or {})
-            self._annotations = dict(function.__annotations__)
-            self._code = function.__code__
-            self._names = function.__name__, function.__qualname__, function.__module__
-            self._doc = function.__doc__
+        self._function = call["the function"]
+        # A copy, which is made before the first run, and which no code of the user gets: the
+        # function may change its own attributes. None for a function that the rank imports
+        self._unused = _copy_of(self._function) if call["is_by_value"] else None
 
     def call_with(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """Return the call with its arguments, and a function in the state in which it was sent."""
-        function = self._copy() if self._call["is_by_value"] else self._look_up()
+        # A new function for each call: the user's code may keep it
+        function = self._look_up() if self._unused is None else _copy_of(self._unused)
         notes = self._call["notes"]
-        main = {
-            name: function if value is self._function else value
-            for name, value in notes["main"].items()
-        }
+        main = dict(notes["main"])  # what `__main__` of the rank gets
+        for name, value in main.items():
+            if value is self._function:
+                main[name] = function
         changed = {"the function": function, "args": args, "kwargs": kwargs}
         return {**self._call, **changed, "notes": {**notes, "main": main}}
 
-    def _copy(self) -> Any:
-        """Return a new function: an earlier call may have kept the last one."""
-        closure = tuple(map(types.CellType, self._cells)) or None
-        name, qualname, module = self._names
-        globals_ = self._function.__globals__
-        function = types.FunctionType(self._code, globals_, name, self._defaults, closure)
-        function.__kwdefaults__ = dict(self._by_key) or None
-        function.__annotations__ = dict(self._annotations)
-        function.__qualname__, function.__module__ = qualname, module
-        function.__doc__ = self._doc
-        return function
-
     def _look_up(self) -> Any:
-        """Return a function that the rank imports: a call may have put another one in its place."""
+        """Return the function that has the name now: a call may have replaced it in its module."""
         function = self._function
         try:
             return resolve_name(f"{function.__module__}:{function.__qualname__}")
-        except (ImportError, AttributeError, ValueError):  # such as that of a module without a name
+        except (ImportError, AttributeError, ValueError):  # such as a function without a module
             return function
+
+
+def _copy_of(function: Any) -> Any:
+    """Return a new function with the same parts, and cells of its own."""
+    cells = [types.CellType(value) for value in _contents_of_cells(function)]
+    copy = types.FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        tuple(cells) or None,
+    )
+    copy.__kwdefaults__ = dict(function.__kwdefaults__ or {}) or None
+    copy.__annotations__ = dict(function.__annotations__)
+    copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
+    copy.__doc__ = function.__doc__
+    return copy

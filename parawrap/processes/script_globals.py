@@ -1,18 +1,19 @@
 """The globals of functions that travel by value, in the launching process and in ranks that stay.
 
 A function keeps its globals in the rank, whatever module it is in. The globals of one module, or of
-one dict of `exec`, are a space: both processes refer to it by the same key. There are three rules:
+one dict of `exec`, are a space. Both processes refer to a space by the same key. There are three
+rules:
 
-1. A call brings the globals that its functions use, if they are bound to another object here than
-   at the last call. Small lists, dicts, and sets are also brought if their contents changed. A
-   deleted global is deleted in the ranks.
+1. A call brings a global that its functions use, if its name is bound to another object here than
+   at the last call. It also brings a small list, dict, or set whose contents changed. A global that
+   was deleted here is deleted in the ranks.
 2. A global that a function assigned in a rank belongs to the ranks. It is not sent again until a
    function deletes it there.
-3. Other objects that changed in place are not sent again.
+3. Any other object that changed in place is not sent again.
 
 In ranks that stay, functions of a module that ranks can import use that module there, and nothing
-is sent for them. If the user registers the module with cloudpickle to go by value, they are sent as
-they are here, with their globals.
+is sent for them. If the user registers the module with cloudpickle to go by value, its functions
+are sent as they are here, with their globals.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from parawrap.processes.kept_functions import (
 from parawrap.processes.packing import Packer, restore
 from parawrap.processes.pickling import (
     IdentityPickler,
+    Packed,
     ValuePickler,
     is_among,
     is_importable,
@@ -54,10 +56,11 @@ from parawrap.processes.shared_memory import Block
 from parawrap.tree import ABSENT, PLAIN
 
 _MAIN = "__main__"
-_IMPORTED = "import "  # begins the key of a module's globals, which the rank has by import
-# bytes of a pickle; the contents of larger containers are not compared, so that calls stay fast
+_IMPORTED = "import "  # the key of a space starts with it if the rank imports the module
+# Items of a container, and bytes of its pickle: the contents of a larger one are not compared, so
+# that calls stay fast
 _LARGEST_COMPARED = 4096
-# items of a container, for functions in it; a guess: a search takes 0.1 ms then
+# Items of a container that is searched for functions; a guess: a search takes 0.1 ms then
 _MOST_SEARCHED = 256
 _CONTAINERS = (list, dict, set)
 _WRAPPERS = (
@@ -69,7 +72,7 @@ _WRAPPERS = (
     classmethod,
     property,
 )
-# their attributes
+# The attributes in which objects of these classes have what they wrap
 _WRAPPED = ("func", "dispatcher", "args", "keywords", "__func__", "__self__", "fget", "fset")
 
 Name = tuple[str, str]
@@ -83,20 +86,24 @@ class PackedCall(NamedTuple):
         item: A range of the block with all of the call; or the key of a function that the ranks
             keep, and the items of the arguments.
         block: The memory of the call.
-        new: The globals that come with it.
+        script: The object that has packed it.
+        age: The `age` of the script when packing began.
+        new: The globals that come with the call.
         deleted: Globals that it deletes in the ranks.
-        kept: Its function, if the ranks keep it or are to keep it.
+        kept: Its function, if the ranks keep the function from this call on, or have it already.
     """
 
     item: Any
     block: Block
+    script: SentScript
+    age: int
     new: Mapping[Name, Sent] = {}
     deleted: Sequence[Name] = ()
     kept: KeptFunction | None = None
 
     @property
     def brings_definitions(self) -> bool:
-        """True if it brings its function or globals, which ranks take that do not run it too."""
+        """True if it brings its function or globals. Ranks that do not run it take these too."""
         return isinstance(self.item, range)
 
 
@@ -104,26 +111,36 @@ class _KnownSpace(NamedTuple):
     """A space, and its key."""
 
     key: str
-    globals_: dict[str, Any]  # alive, so that no other dict gets its id
+    globals_: dict[str, Any]  # kept alive, so that no other dict gets its id
 
 
 class Sent(NamedTuple):
     """A global as it was sent, to notice a change."""
 
     value: Any
-    contents: _ContainerContents | _ModuleContents | None
+    contents: _ContainerContents | _ModuleContents | None  # None: changes in place do not count
 
 
-# Of a global that some ranks may have: no value equals it, so it is sent or deleted again
+# Stands for a global that only some ranks may have. No value is `ABSENT`, so the next call sends
+# the global, or deletes it
 _UNKNOWN = Sent(ABSENT, None)
 
 
 class SentScript:
     """The globals that the ranks of one launch have, as the launching process knows them.
 
-    One thread uses it at a time.
+    One thread at a time packs calls. Meanwhile another thread may call `note_owned` and `forget`,
+    one at a time. This is safe: both change `_sent` and `_owned` in atomic steps, `KeptFunctions`
+    has a lock, and the ranks keep what they own even if a call brings it. A call that relies on
+    what another thread has forgotten since is refused: see `age`.
 
-    `imports` is True for ranks that stay: functions of a module that they can import use it there.
+    Args:
+        imports: True for ranks that stay: functions of a module that they can import use that
+            module there.
+
+    Attributes:
+        age: How many calls with definitions did not reach all ranks. `Pool.begin` refuses a call
+            that was packed at a lower age, because the ranks may lack what it does not bring.
     """
 
     def __init__(self, *, imports: bool = False) -> None:
@@ -132,7 +149,8 @@ class SentScript:
         self._sent: dict[Name, Sent] = {}
         self._owned: set[Name] = set()  # globals that functions of the ranks have assigned
         self._kept = KeptFunctions()
-        self._by_value = modules_of_user()
+        self._by_value = modules_of_user()  # at the last call
+        self.age = 0
 
     def pack_call(
         self,
@@ -148,7 +166,10 @@ class SentScript:
         Raises:
             UnsendableError: If the function, an argument, or a global cannot be pickled.
         """
+        age = self.age  # first: what is forgotten from here on may be missing in this call
         self._follow_registrations()
+
+        # The globals that the ranks lack, and those that they must delete
         new: dict[Name, Sent] = {}
         deleted: list[Name] = []
         for name, value in self._globals_used_by(function):
@@ -157,20 +178,24 @@ class SentScript:
                     deleted.append(name)
             elif self.must_send(name, value):
                 new[name] = Sent(value, _contents_of(value))
-        # A rank replays the call that brought a kept function, and its globals would be old then
+
+        # The arguments alone, if the ranks keep the function. A rank keeps the whole call that
+        # brought it, and makes it again: with globals in this call, it would set old ones
+        kept: KeptFunction | None = None
         can_be_kept = self._imports and not (bound_to or new or deleted)
         parts = parts_of(function) if can_be_kept else None
-        if parts is None:
-            return self._pack_all(function, args, kwargs, bound_to, new, deleted, None)
-        kept = self._kept.find(function, parts)
-        if kept is not None:
-            packer = Packer()
-            items = packer.add(args, "args"), packer.add(kwargs, "kwargs")
-            # A range may have functions or classes of the script, which need its globals
-            if not any(isinstance(item, range) for item in items):
-                return PackedCall((kept.key, *items), packer, kept=kept)
-        kept = self._kept.make(function, parts)
-        return self._pack_all(function, args, kwargs, bound_to, new, deleted, kept)
+        if parts is not None:
+            kept = self._kept.find(function, parts)
+            if kept is not None:
+                packer = Packer()
+                items = packer.add(args, "args"), packer.add(kwargs, "kwargs")
+                # A range may have functions or classes of the script, which need its globals
+                if not any(isinstance(item, range) for item in items):
+                    return PackedCall((kept.key, *items), packer, self, age, kept=kept)
+            kept = self._kept.make(function, parts)
+
+        packed = self._pack_all(function, args, kwargs, bound_to, new, deleted, kept)
+        return PackedCall(range(packed.size), packed, self, age, new, deleted, kept)
 
     def _pack_all(
         self,
@@ -181,10 +206,10 @@ class SentScript:
         new: dict[Name, Sent],
         deleted: list[Name],
         kept: KeptFunction | None,
-    ) -> PackedCall:
+    ) -> Packed:
         """Pickle a call with its function. `new` gets the globals that the pickler finds."""
-        # An error message names the part that cannot be pickled by its key
-        names: dict[str, Name] = {}  # of the globals, by these keys
+        # If a part cannot be pickled, the error message names its key in this dict
+        names: dict[str, Name] = {}  # of the globals, by their keys in `call`
         call: dict[str, Any] = {"names": names, "deleted": deleted}
         for (space, name), sent in new.items():
             label = f"the global {name!r}" if space == _MAIN else f"the global {name!r} of {space}"
@@ -199,17 +224,14 @@ class SentScript:
             "key": None if kept is None else kept.key,  # under which the ranks keep the call
             "gone": [] if kept is None else self._kept.gone_with(function),  # keys to forget
             "is_by_value": isinstance(function, types.FunctionType) and not goes_by_name(function),
-            # Last: it is pickled as what the pickler has noticed of all others
-            "notes": _Notes(),
+            "notes": _Notes(),  # last: the pickler writes there what it has noticed of the others
         }
-        packed = pack(call, make_pickler=functools.partial(_CallPickler, self, new))
-        return PackedCall(range(packed.size), packed, new, deleted, kept)
+        return pack(call, make_pickler=functools.partial(_CallPickler, self, new))
 
     def note_sent(self, call: PackedCall) -> None:
-        """Note that a call was sent, or waits for its turn. Later calls bring only what it lacks.
+        """Note that a call was sent, or waits for its turn. Later calls do not bring its globals.
 
-        No signal handler may raise in between: the ranks would lack what was noted, or get it
-        twice.
+        No signal handler may raise between the sending and this note: signals are held back.
         """
         if call.kept is not None:
             self._kept.note(call.kept)
@@ -218,22 +240,24 @@ class SentScript:
             self._sent.pop(name, None)
 
     def forget(self, call: PackedCall) -> None:
-        """Forget what has come with a call that did not reach all ranks: it is sent again."""
+        """Forget what a call brings that did not reach all ranks: the next call brings it again."""
         if call.kept is not None:
             self._kept.drop(call.kept.function)
         for name in (*call.new, *call.deleted):
-            # Not removed: some ranks may have the global, which a later call may have to delete
+            # Not removed: some ranks may have the global, and a later call may have to delete it
             self._sent[name] = _UNKNOWN
+        if call.brings_definitions:
+            self.age += 1  # last: a call that is packed from here on reads the notes above
 
     def note_owned(self, assigned: list[Name], deleted: list[Name]) -> None:
-        """Note the globals that functions of a rank have assigned and deleted."""
+        """Note the globals that functions of a rank have assigned, and those they have deleted."""
         self._owned.update(assigned)
         for name in deleted:
             self._owned.discard(name)
             self._sent.pop(name, None)
 
     def space_of(self, globals_: dict[str, Any]) -> str:
-        """Return the key of the space that these globals of a function are."""
+        """Return the key of the space with these globals of a function."""
         known = self._known.get(id(globals_))
         if known is None:
             known = _KnownSpace(self._make_key(globals_), globals_)
@@ -252,9 +276,9 @@ class SentScript:
         return f"{name} {id(globals_)}"
 
     def _follow_registrations(self) -> None:
-        """Forget what was sent of modules that the user has registered or unregistered since.
+        """Forget the globals of modules that the user has registered or unregistered since.
 
-        The ranks have imported it and would get it by value now, or the other way round.
+        The ranks have imported such a module and would get it by value now, or the other way round.
         """
         before, now = self._by_value, modules_of_user()
         if before == now:
@@ -267,7 +291,7 @@ class SentScript:
             for definition in _definitions_in(sent.value):
                 module = _module_of(definition)
                 if is_among(module, before) != is_among(module, now):
-                    del self._sent[name]
+                    self._sent.pop(name, None)  # `note_owned` may have removed it meanwhile
                     break
         self._kept.drop_all()
 
@@ -282,12 +306,12 @@ class SentScript:
         return sent.contents is not None and sent.contents.differ_from(value)
 
     def _globals_used_by(self, function: Any) -> Iterator[tuple[Name, Any]]:
-        """Yield the globals that a function uses, also through what travels by value with it.
+        """Yield the globals that a function uses, and those of functions that travel with it.
 
-        The value of a name that is not a global is `ABSENT`: it may be a builtin, or a global
-        that was deleted.
+        A name that is not a global has the value `ABSENT`: it may be a builtin, or a global that
+        was deleted.
         """
-        seen: set[int] = set()  # ids: `function` keeps all parts alive, so no id is used twice
+        seen: set[int] = set()  # ids. `function` keeps all parts alive, so no id is used twice
         todo = [function]
         while todo:
             value = todo.pop()
@@ -297,7 +321,7 @@ class SentScript:
             if isinstance(value, types.FunctionType):
                 if goes_by_name(value):
                     continue
-                if is_generic(value):  # its own globals are those of functools
+                if is_generic(value):  # its own code is that of functools
                     generic: Any = value
                     todo += [*generic.registry, *generic.registry.values(), generic.__wrapped__]
                     continue
@@ -319,14 +343,15 @@ class SentScript:
                 if len(value) <= _MOST_SEARCHED:
                     todo += value.values() if isinstance(value, dict) else value
             elif isinstance(value, torch.nn.Module):
-                # Its classes alone: tensors use no globals, and a model may have thousands
+                # Only the classes of its modules: it may have thousands of other parts
                 todo += {type(module) for module in value.modules()}
             elif not isinstance(value, (types.ModuleType, *PLAIN)):
-                # Of an object only its class and its functions: a search of all attributes would
-                # take longer than the call
+                # Any other object: its class, and the functions among its attributes. A search of
+                # all attributes would take longer than the call
                 todo.append(type(value))
-                own = getattr(value, "__dict__", {})
-                for name, part in [*own.items()]:  # a copy: other threads may change it
+                attributes = getattr(value, "__dict__", {})
+                for name, part in [*attributes.items()]:  # a copy: other threads may change it
+                    # functools.wraps and others keep a function, or an object, as `__wrapped__`
                     if name == "__wrapped__" or isinstance(part, types.FunctionType):
                         todo.append(part)
 
@@ -336,32 +361,36 @@ class _ContainerContents:
 
     def __init__(self, value: Any) -> None:
         self._length = len(value)
-        self._met: list[Any] = []  # alive, so that no later object has the identity of one of them
+        # Objects that are compared by their ids. They stay alive, so that no other gets such an id
+        self._met: list[Any] = []
+        # None for a container that is too large
         self._read = None if self._length > _LARGEST_COMPARED else self._read_contents(value)
 
     def differ_from(self, value: Any) -> bool:
         """True if the container has other contents now."""
         if len(value) != self._length:
             return True
-        if self._read is None:  # too large to be compared
+        if self._read is None:
             return False
-        return bool(_ContainerContents(value)._read != self._read)
+        now = _ContainerContents(value)
+        return bool(now._read != self._read)
 
     def _read_contents(self, value: Any) -> Any:
+        """Return the pickle of the contents, or the ids of the items if they cannot be pickled."""
         stream = io.BytesIO()
         try:
             IdentityPickler(stream, self._met, types.ModuleType).dump(value)
         except Exception:  # noqa: BLE001 (classes may raise anything)
             parts = [*value, *value.values()] if isinstance(value, dict) else [*value]
-            self._met += parts  # alive, as above
+            self._met += parts
             return [*map(id, parts)]
         return stream.getvalue() if stream.tell() <= _LARGEST_COMPARED else None
 
 
 class _ModuleContents:
-    """The attributes of a module that goes by value, and of such modules among them.
+    """The attributes of a module that goes by value, and of other such modules among these.
 
-    `importlib.reload` gives a module other attributes, and keeps the module.
+    They show a reload: `importlib.reload` keeps the module, and gives it new attributes.
     """
 
     def __init__(self, module: types.ModuleType) -> None:
@@ -374,20 +403,21 @@ class _ModuleContents:
 
     def _read_attributes(self, module: types.ModuleType) -> list[Any]:
         found: list[Any] = []
-        modules = {id(module): module}
+        seen = {id(module)}  # `found` keeps all modules alive, so no id is used twice
         todo = [module]
         while todo:
-            attributes = dict(vars(todo.pop()))  # other threads may change it
+            attributes = dict(vars(todo.pop()))  # a copy: other threads may change it
             found += [*attributes, *attributes.values()]
             for value in attributes.values():
-                is_module = isinstance(value, types.ModuleType) and id(value) not in modules
-                if is_module and not goes_by_name(value):
-                    modules[id(value)] = value
+                is_new = isinstance(value, types.ModuleType) and id(value) not in seen
+                if is_new and not goes_by_name(value):
+                    seen.add(id(value))
                     todo.append(value)
         return found
 
 
 def _contents_of(value: Any) -> _ContainerContents | _ModuleContents | None:
+    """Return the contents of a global whose changes in place count, and None for others."""
     if isinstance(value, types.ModuleType):
         return None if goes_by_name(value) else _ModuleContents(value)
     # Comparing the state of other objects would take as long as sending them: rule 3
@@ -411,7 +441,8 @@ def _definitions_in(value: Any) -> Iterator[Any]:
             if len(part) <= _MOST_SEARCHED:
                 todo += part.values() if isinstance(part, dict) else part
         else:
-            todo.append(getattr(part, "__dict__", {}).get("__wrapped__"))  # by functools.wraps
+            attributes = getattr(part, "__dict__", {})
+            todo.append(attributes.get("__wrapped__"))  # an object that functools.wraps has changed
 
 
 def _module_of(definition: Any) -> str | None:
@@ -421,16 +452,17 @@ def _module_of(definition: Any) -> str | None:
 
 
 class _Notes:
-    """Stands for what `_CallPickler` noticed, which pickles this last, as a dict.
+    """Stands in a call for the notes of its `_CallPickler`, which are complete at the end.
 
-    "main" has the functions and classes of ``__main__`` that were pickled by value. torch.save,
-    all_gather_object, and other code that pickles by name finds them there. "sources" has the
-    source lines of files that do not exist, so that tracebacks show notebook cells.
+    They are pickled as a dict. "main" has the functions and classes of ``__main__`` that were
+    pickled by value: code that pickles by name, such as torch.save and all_gather_object, finds
+    them there. "sources" has the source lines of files that do not exist, so that tracebacks show
+    notebook cells.
     """
 
 
 class _Globals(dict[str, Any]):
-    """Stands for the globals of a function: the rank has a dict for each key."""
+    """Stands for the globals of a function, which the rank finds by their key under "space"."""
 
     def __reduce__(self) -> Any:
         return _globals_of, (self["space"],)
@@ -452,7 +484,7 @@ class _CallPickler(ValuePickler):
             return dict, (self._notes,)
         if isinstance(obj, types.FunctionType):
             space = self._script.space_of(obj.__globals__)
-            # cloudpickle would make a new dict for the globals, and finds this one by their id
+            # cloudpickle would make a new dict for the globals: it finds this one by their id
             self.globals_ref.setdefault(id(obj.__globals__), _Globals(space=space))
         reduced = super().reducer_override(obj)
         if isinstance(obj, (type, types.FunctionType)) and reduced is not NotImplemented:
@@ -462,7 +494,8 @@ class _CallPickler(ValuePickler):
         return reduced
 
     def _leave_out_known_globals(self, function: types.FunctionType, reduced: Any) -> None:
-        # cloudpickle reduces a function to a constructor, its arguments, and a state, which is the
+        """Remove the globals that the ranks have from cloudpickle's reduction of a function."""
+        # A reduction is a constructor, its arguments, and a state. This state has two parts: the
         # attributes of the function, and its other parts by name, such as its globals
         _constructor, _arguments, (_attributes, slots), *_ = reduced
         space = self._script.space_of(function.__globals__)
@@ -475,6 +508,7 @@ class _CallPickler(ValuePickler):
         slots["__globals__"] = unknown
 
     def _note(self, obj: Any) -> None:
+        """Note a function or class for `_Notes`."""
         name = obj.__qualname__
         # Nested definitions have a dot in their names. Another object may have the name now
         is_in_main = obj.__module__ == _MAIN and name.isidentifier()
@@ -494,6 +528,7 @@ _spaces: dict[str, dict[str, Any]] = {}  # by key: those that the rank does not 
 
 
 def _globals_of(space: str) -> dict[str, Any]:
+    """Return the globals of a space in this rank. Make them if the key is new."""
     if space == _MAIN:
         return vars(sys.modules[_MAIN])
     if space.startswith(_IMPORTED):
@@ -506,14 +541,16 @@ class ScriptOfRank:
     """The globals of functions that travelled by value to this rank."""
 
     def __init__(self) -> None:
-        self._received: dict[str, dict[str, Any]] = {}  # the globals at the begin of the last call
+        # The globals of each space before the last call ran
+        self._received: dict[str, dict[str, Any]] = {}
         self._owned: set[Name] = set()  # globals that functions of this rank have assigned
-        self._kept: dict[int, KeptCall] = {}
+        self._kept: dict[int, KeptCall] = {}  # by the key of the function
 
     def take(
         self, item: Any, block: memoryview
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """Set the globals of a `PackedCall`, and return its function and arguments."""
+        # The call, from its block, or from the call that brought its function
         if isinstance(item, range):
             call = restore(item, block)
             for gone in call["gone"]:
@@ -523,13 +560,15 @@ class ScriptOfRank:
         else:
             key, args, kwargs = item
             kept = self._kept.get(key)
-            if kept is None:  # interrupts may stop a call before the rank unpickles it
+            if kept is None:  # an interrupt may stop a call before the rank has unpickled it
                 msg = (
                     "the function of this call has not arrived: the call that brought it was "
                     "interrupted. Call it again"
                 )
                 raise LaunchError(msg)
             call = kept.call_with(restore(args, block), restore(kwargs, block))
+
+        # Its globals. Those that this rank owns stay
         for label, (space, name) in call["names"].items():
             if (space, name) not in self._owned:
                 _globals_of(space)[name] = call[label]
@@ -541,10 +580,13 @@ class ScriptOfRank:
             if (_MAIN, name) not in self._owned:
                 main[name] = value
         for name, lines in notes["sources"].items():
-            # Without a time of change, `linecache` does not look for the file
+            # A size, no time of change, the lines, and a path. Without a time, `linecache` does not
+            # look for the file
             linecache.cache[name] = (0, None, lines, name)
-        # Classes that came by value are among those to which cloudpickle has given an identity
+        # cloudpickle has given an identity to each class that came by value
         received_classes.update(cls for cls in list(id_of_class) if cls not in received_classes)
+
+        # As they are now, for `changes`
         self._received = {space: dict(values) for space, values in self._all_spaces()}
         args = call["args"]
         if "the object" in call:
@@ -552,15 +594,18 @@ class ScriptOfRank:
         return call["the function"], args, call["kwargs"]
 
     def changes(self) -> tuple[list[Name], list[Name]] | None:
-        """Return the globals that functions have assigned and deleted since the last call."""
+        """Note and return the globals that functions have assigned and deleted since `take`.
+
+        Return None if there are none.
+        """
         assigned, deleted = [], []
         for space, values in self._all_spaces():
             before = self._received.get(space, {})
             for name, value in list(values.items()):  # threads may change it
-                if before.get(name, ABSENT) is value:  # first: so it is for nearly all
+                if before.get(name, ABSENT) is value:  # first: this is true of nearly all
                     continue
-                is_of_module = name.startswith("__")  # such as `__builtins__`
-                if not is_of_module and (space, name) not in self._owned:
+                is_special = name.startswith("__")  # such as `__builtins__`, which Python sets
+                if not is_special and (space, name) not in self._owned:
                     assigned.append((space, name))
             deleted += [(space, name) for name in before if name not in values]
         self._owned.update(assigned)

@@ -10,9 +10,12 @@ import json
 
 import pytest
 
+from parawrap import LaunchError
 from parawrap.processes.script_globals import ScriptOfRank, SentScript
-from tests.helpers.processes import run_script
+from tests.helpers.pools import OnlyHere
+from tests.helpers.processes import ranks, run_script
 from tests.helpers.scripts import SCRIPTS, read_script
+from tests.helpers.waiting import eventually
 
 SECTIONS = sorted(path.stem for path in (SCRIPTS / "globals_of_a_script").glob("*.py"))
 
@@ -74,3 +77,30 @@ def test_changes_of_globals_that_did_not_arrive():
     del globals_["x"]
     with pytest.raises(NameError):
         call(pack())
+
+
+class Waiting:
+    """A value that is pickled once a launch has ended."""
+
+    def __init__(self, launch):
+        self._launch = launch
+
+    def __reduce__(self):
+        eventually(self._launch.done, "the end of the call before")
+        return int, ()
+
+
+def test_a_call_that_relies_on_a_lost_call_is_refused():
+    """Ranks could not unpickle a call that brought a global, and the next call, which needs it, was
+    packed before that was known.
+    """
+    globals_ = {"__name__": "a_script", "x": 1}
+    exec("def read(*_):\n    return x", globals_)
+    read = globals_["read"]
+    with ranks(2, ipc_groups=None).open() as two:
+        launch = two.submit(read, OnlyHere())
+        with pytest.raises(LaunchError, match="Call it again"):
+            two(read, Waiting(launch))
+        assert tuple(two(read)) == (1, 1)
+        with pytest.raises(LookupError):
+            launch.results()
