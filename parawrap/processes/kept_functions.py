@@ -55,7 +55,8 @@ class KeptFunctions:
         self._keys = count()
         self._kept: dict[int, KeptFunction] = {}  # by the id of the function, the oldest call first
         self._gone: list[int] = []  # keys that the ranks may forget, and have not been told
-        self._changing = threading.Lock()  # of these two
+        # Guards these two. Reentrant, because a signal handler or finalizer may call the ranks
+        self._changing = threading.RLock()
 
     def find(self, function: Any, parts: list[Any]) -> KeptFunction | None:
         """Return the function if the ranks have it as it is now, and None otherwise."""

@@ -265,14 +265,16 @@ def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
     If a rank exited to be restarted, the echoes of its exit do not count as failures.
     """
     is_to_restart = any(isinstance(each, Requeued) for each in outcomes.values())
-    failures: list[tuple[bool, float, int]] = []  # in the order of importance, once sorted
+    # True for an echo, a time, and a rank: the least of these tuples is reported
+    failures: list[tuple[bool, float, int]] = []
     for rank, outcome in outcomes.items():
-        is_echo_of_rank = counts_as_echo(outcome)
-        if is_echo_of_rank and is_to_restart:
+        if not isinstance(outcome, (Raised, Died)):
             continue
-        if isinstance(outcome, (Raised, Died)):
-            # False is less than True. The clocks of all nodes are nearly the same
-            failures.append((is_echo_of_rank, outcome.at, rank))
+        is_an_echo = counts_as_echo(outcome)
+        if is_to_restart and is_an_echo:
+            continue
+        # False is less than True. The clocks of all nodes are nearly the same
+        failures.append((is_an_echo, outcome.at, rank))
     if not failures:
         return None
     _, _, first = min(failures)

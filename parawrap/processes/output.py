@@ -176,8 +176,9 @@ class Transcript:
 
     def __init__(self, printer: Printer | None, prefix: str = "", path: Path | None = None) -> None:
         # Guards all attributes below: the thread of the pool writes, the thread of the printer
-        # takes, and any thread reads. Never held during a print: a terminal may block
-        self._access = threading.Lock()
+        # takes, and any thread reads. Never held during a print: a terminal may block. Reentrant,
+        # because a signal handler may read the output too
+        self._access = threading.RLock()
         self._printer = printer
         self._kept = _Kept()
         weakref.finalize(self, self._kept.close)
