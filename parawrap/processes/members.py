@@ -285,7 +285,7 @@ class Members:
         `code` is None if nothing has reported it. Then `lost_with` says with what it was lost.
         """
         member.has_exited = True
-        # Another process may hold a copy of the rank's end: after `shut`, the wire ends all the same
+        # Another process may hold a copy of the rank's end: with `shut`, the wire ends all the same
         member.wire.shut()
         if not member.is_read_elsewhere:
             while member.wire.is_open:  # `receive` closes it at its end

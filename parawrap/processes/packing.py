@@ -183,9 +183,10 @@ def restore(item: Any, block: memoryview) -> Any:
         return tuple([_tensor(block, *each) for each in item])
     if kind is range:
         return unpack(block[item.start : item.stop])
+    pickled = block[item] if kind is slice else item
     _loading.block = block
     try:
-        return pickle.loads(block[item] if kind is slice else item)
+        return pickle.loads(pickled)
     finally:
         _loading.block = None  # frees the memory of the message with its tensors
 
@@ -231,8 +232,9 @@ def _is_described_by_elements(tensor: torch.Tensor) -> bool:
 
 def _are_apart(values: tuple[Any, ...]) -> bool:
     """True if all values are tensors, and no two share memory."""
-    if any(type(each) is not torch.Tensor or each.layout is not torch.strided for each in values):
-        return False
+    for value in values:
+        if type(value) is not torch.Tensor or value.layout is not torch.strided:
+            return False
     if len(values) == 1:
         return True
     storages = {each.untyped_storage().data_ptr() for each in values}

@@ -50,8 +50,9 @@ class Packed(Block):
 
     def __init__(self, pickled: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         super().__init__()
-        lengths = [sum(map(len, pickled)), *(part.nbytes for part in buffers)]
-        self._add(b"".join(map(_LENGTH.pack, (len(lengths), *lengths))))
+        lengths = [sum(map(len, pickled)), *[part.nbytes for part in buffers]]
+        head = [len(lengths), *lengths]
+        self._add(b"".join(map(_LENGTH.pack, head)))
         self._align()
         for piece in pickled:
             self._add(piece)
@@ -127,6 +128,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     replaces = False  # True to describe the parts of exceptions that cannot be pickled
 
     def __init__(self, stream: Any, buffers: list[memoryview]) -> None:
+        # A pickler calls it with the memory of each storage and array, and leaves out the memory
         super().__init__(
             stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw())
         )
@@ -174,8 +176,8 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         # Two storage objects may have the same memory, as from torch.from_numpy. All empty ones
         # have the address 0
         is_empty = storage.nbytes() == 0
-        memory = id(storage) if is_empty else (storage.data_ptr(), storage.nbytes())
-        storage = self._storages.setdefault(memory, storage)
+        key = id(storage) if is_empty else (storage.data_ptr(), storage.nbytes())
+        storage = self._storages.setdefault(key, storage)
         view = (here.storage_offset(), tuple(here.shape), here.stride())
         return _tensor, (type(tensor), storage, here.dtype, *view, tensor.requires_grad)
 

@@ -43,7 +43,7 @@ class Settings:
     def here(cls) -> Settings:
         """Return the settings of this process."""
         main = sys.modules.get("__main__")
-        file = getattr(main, "__file__", None)
+        file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
         return cls(
             environ=dict(os.environ),
             authkey=bytes(multiprocessing.current_process().authkey),
@@ -51,7 +51,7 @@ class Settings:
             path=list(sys.path),
             argv=list(getattr(sys, "argv", [""])),
             main_file=None if file == "<stdin>" else file,  # multiprocessing opens this file
-            main_name=getattr(getattr(main, "__spec__", None), "name", None),
+            main_name=getattr(spec, "name", None),
             seed=torch.initial_seed(),
             dtype=torch.get_default_dtype(),
             deterministic=(

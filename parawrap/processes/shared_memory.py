@@ -42,6 +42,7 @@ _NO_ROOM = (errno.ENOSPC, errno.ENOMEM)
 _MAP_FIXED = 0x10  # from <sys/mman.h> of Linux and macOS
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
+# address, length, protection, flags, file, and offset
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _byte = ctypes.c_ubyte
 

@@ -109,7 +109,8 @@ def open_tcp_store(host: str, port: int, *, on_all_interfaces: bool) -> Iterator
         LaunchError: If the store cannot listen there.
     """
     try:
-        family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, *_ = addresses[0]
         listener = socket.create_server(
             (_ALL_INTERFACES if on_all_interfaces else host, port), family=family, backlog=_BACKLOG
         )

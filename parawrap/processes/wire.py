@@ -26,6 +26,7 @@ import socket
 import struct
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,12 +81,14 @@ class Letter(NamedTuple):
     """A message that is ready: it must be posted or dropped before the next is encoded."""
 
     pieces: list[Any]
-    file: int | None  # leaves with the first piece
-    place: int  # the number of a slab, `_IN_SOCKET`, or `_IN_FILE`
-    is_new: bool  # True if `file` is that of a new slab: the wire closes it once it has left
-    released: list[int]  # numbers of slabs, which the message has
-    retired: list[int]
     block: Block | None  # kept alive: it owns the file, or the memory of the pieces
+    place: int = _IN_SOCKET  # `_IN_FILE`, or the number of a slab
+    file: int | None = None  # leaves with the first piece
+    is_new: bool = (
+        False  # True if `file` is that of a new slab: the wire closes it once it has left
+    )
+    released: Sequence[int] = ()  # numbers of slabs in the message
+    retired: Sequence[int] = ()
 
 
 class _Unsent(NamedTuple):
@@ -170,7 +173,7 @@ class Wire:
         if is_small and block_file is None and not (slabs.has_released or slabs.retired):
             head = _HEAD.pack(len(pickled), size, _IN_SOCKET, False, 0, 0)
             data = b"".join((head, pickled, *parts))
-            return Letter([data], None, _IN_SOCKET, False, [], [], block)
+            return Letter([data], block)
         # `content` travels in the socket, with `file` if the other end lacks it. On one machine,
         # other parts are at `place`
         place, file, is_new = _IN_SOCKET, None, False
@@ -195,7 +198,7 @@ class Wire:
         # One piece if it is small: a copy costs less than another system call
         if sum(map(len, pieces)) <= _ROOM + _LARGEST_INLINE:
             pieces = [b"".join(pieces)]
-        return Letter(pieces, file, place, is_new, released, retired, block)
+        return Letter(pieces, block, place, file, is_new, released, retired)
 
     def drop(self, letter: Letter) -> None:
         """Give back the parts of a message that is not sent."""
@@ -259,8 +262,9 @@ class Wire:
                 self._discard_unsent()
                 return False
             if sent < len(data):
+                rest = memoryview(data).cast("B")[sent:]
                 # The file has left with the first byte
-                self._unsent[0] = _Unsent(memoryview(data).cast("B")[sent:], letter, False)
+                self._unsent[0] = _Unsent(rest, letter, brings_file=False)
             else:
                 self._unsent.popleft()
             if brings_file:
