@@ -42,8 +42,8 @@ which do not take part. The call ends once each of its ranks has an outcome, and
 Words that several files use:
 
 - The launching process runs the script. A member is a rank as the launching process sees it. The
-  others are the ranks that do not run the function of a call, but take the function and the globals
-  that it brings: later calls rely on them.
+  others of a call are ranks that do not run its function, but take the function and the globals
+  that the call brings: later calls rely on them.
 - An outcome is how one rank has ended a call. An ending is how the whole call has ended. An echo is
   an outcome that reports a lost connection to another rank: the original failure is raised instead.
 - A generation is the process groups of all ranks. If a call leaves them unusable, the ranks make

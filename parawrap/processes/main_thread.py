@@ -22,8 +22,7 @@ _DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
 _CHECKPOINT = str(Path(_DISTRIBUTED, "checkpoint"))
 _AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 
-# An idle thread uses at most this share of a processor. Not 0, because waits poll the file store. A
-# guess
+# A guess: an idle thread uses at most this share of a processor. It polls the file store
 _IDLE_SHARE = 0.02
 
 

@@ -84,9 +84,8 @@ class Letter(NamedTuple):
     block: Block | None  # kept alive: it owns the file, or the memory of the pieces
     place: int = _IN_SOCKET  # `_IN_FILE`, or the number of a slab
     file: int | None = None  # leaves with the first piece
-    is_new: bool = (
-        False  # True if `file` is that of a new slab: the wire closes it once it has left
-    )
+    # True if `file` is that of a new slab: the wire closes the file once it has left
+    is_new: bool = False
     released: Sequence[int] = ()  # numbers of slabs in the message
     retired: Sequence[int] = ()
 
