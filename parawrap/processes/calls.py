@@ -16,7 +16,7 @@ from parawrap.processes.settings import ChangedSettings
 class Halt:
     """An interrupt of the ranks that still run a call."""
 
-    by_user: bool  # by Ctrl-C or `Launch.cancel`; otherwise, another rank has failed
+    by_user: bool  # by Ctrl-C or `Launch.cancel`. False after a failure, or in a deadlock
     has_broken: bool = False  # True once the connections between the ranks were closed
 
 

@@ -6,8 +6,8 @@
             ▲                                             │
             └────────────── started, exited ──────────────┘
 
-A keeper is the parent of one rank, and ends the processes that the rank leaves behind. Its reports
-travel in the status pipe of the rank.
+A keeper is the parent of one rank at a time. It ends the processes that the rank leaves behind. Its
+reports travel in the status pipe of the rank.
 
 Two guarantees:
 
