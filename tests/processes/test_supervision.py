@@ -336,14 +336,15 @@ def test_requests_at_a_stopped_rank_do_not_pile_up():
         launch = one.submit(time.sleep, PATIENCE_S)
         eventually(lambda: one._run._pool.state_of(0) == "running", "the call")
         os.kill(pid, signal.SIGSTOP)
-        pool = one._run._pool
-        for _ in range(200):
-            pool.post(partial(pool._ask_for_stacks, Latch()))
-            pool.post(partial(pool._ask_for_lines, Latch()))
-        handled = Latch()
-        pool.post(handled.set)
-        assert handled.wait(PATIENCE_S)
-        assert len(pool._stack_requests) < 100
-        assert len(pool._line_requests) < 100
-        os.kill(pid, signal.SIGCONT)
-        launch.cancel()
+        try:
+            pool, handled = one._run._pool, Latch()
+            for _ in range(200):
+                pool.post(partial(pool._ask_for_stacks, Latch()))
+                pool.post(partial(pool._ask_for_lines, Latch()))
+            pool.post(handled.set)
+            assert handled.wait(PATIENCE_S)
+            assert len(pool._stack_requests) < 100
+            assert len(pool._line_requests) < 100
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            launch.cancel()
