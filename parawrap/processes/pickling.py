@@ -1,8 +1,8 @@
 """Pickle values for another process, with the memory of tensors and arrays outside of the pickle.
 
 A packed value is one block of bytes: a head, a pickle, and the memory of tensors, which is aligned.
-The tensors of the receiver use this memory. cloudpickle pickles functions and classes that the
-receiver cannot import by value. Tensors on an accelerator arrive on the CPU.
+The tensors of the receiver use this memory. Functions and classes that the receiver cannot import
+go by value, with cloudpickle. Tensors on an accelerator arrive on the CPU.
 """
 
 from __future__ import annotations
