@@ -83,8 +83,8 @@ class Ranks:
         self.platform = platform
         self._all = range(platform.world_size)
         self._run = run = RanksRun(platform, machines_for(platform))
-        # The run does not refer to this handle, and neither do frames in the traceback of a call:
-        # a handle that the program has dropped ends its ranks
+        # A handle that the program has dropped ends its ranks. So neither the run nor a frame in
+        # the traceback of a call may refer to this handle
         weakref.finalize(self, run.lose_handle)
         run.start()
         try:
@@ -95,7 +95,7 @@ class Ranks:
         if isinstance(run.how, BaseException):
             raise run.how
         if run.last_ending is not None:
-            # For its error: the ranks have ended before the first call
+            # The ranks have ended before the first call. This raises the error
             values_of(LABEL, run.last_ending, self._all, len(self._all))
 
     # -- calls
@@ -183,16 +183,15 @@ class Ranks:
 
     def _repr_html_(self) -> str:
         """Return the state now: one row per rank with its device and its state."""
-        # As the ranks name their devices
-        platform = self.platform.as_sent()
+        platform = self.platform.as_sent()  # the ranks number their devices in their own way
+        have_ended = self.state == "ended"
         rows = []
         for rank in self._all:
             device = platform.device_of(rank % platform.ranks_per_node)
-            state = "ended" if self.state == "ended" else self._run.state_of(rank)
+            state = "ended" if have_ended else self._run.state_of(rank)
             rows.append((f"{rank}", str(device), state))
-        return Table(
-            repr(self)[1:-1], ("rank", "device", "state"), rows, texts=("device", "state")
-        ).html()
+        title = repr(self).strip("<>")
+        return Table(title, ("rank", "device", "state"), rows, texts=("device", "state")).html()
 
     # -- the end
 
@@ -256,8 +255,8 @@ class OneRank:
         run, ranks = self._ranks._run, (self._rank,)
         # As in `Ranks.__call__`
         del self
-        value: R = _call(run, ranks, function, args, kwargs)[0]
-        return value
+        results: RankResults[R] = _call(run, ranks, function, args, kwargs)
+        return results[0]
 
     def __repr__(self) -> str:
         return f"<rank {self._rank} of {self._ranks!r}>"
@@ -267,7 +266,7 @@ def _error_of_index(rank: int, size: int) -> IndexError:
     return IndexError(f"rank={rank}: there are the ranks 0 to {size - 1}")
 
 
-# -- a call. These functions get no handle: see `Ranks.__call__`
+# -- a call. No frame of these functions refers to a handle: see `Ranks.__call__`
 
 
 def _call(
@@ -281,7 +280,7 @@ def _call(
     job = _job_of(run, function, args, kwargs)
     request: RanksCall | None = None
     try:
-        # The lock ends before the answers are read: calls of other threads line up behind this one
+        # Released before the answers are read, so that other threads may put calls into the queue
         with run.packing:
             request = RanksCall(run, job, ranks)
             held = run.begin(request)
@@ -289,7 +288,7 @@ def _call(
             run.drive(request, held)
         request.wait_for_end()
     except BaseException as error:
-        # Ctrl-C, or a call that cannot be sent
+        # Ctrl-C. It is None if Ctrl-C came before, or if the call cannot be pickled
         if request is not None:
             _interrupt(run, request)
             _add_notes(error, request)
@@ -310,15 +309,16 @@ def _add_notes(error: BaseException, request: RanksCall) -> None:
 
 
 def _job_of(run: RanksRun, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
-    """Return the job of a call. A function that `wrapper` decorated is unwrapped.
+    """Return the job of a call, with the function that `wrapper` decorated, if it is one.
 
     Raises:
         TypeError: If the function is not callable, or returns a coroutine or a generator.
         LaunchError: If the ranks have ended, or this process did not open them.
     """
     job = Job(run.job.platform, function, args, kwargs)
-    if (job_of := DECORATED.get(type(function))) is not None:
-        job = replace(job_of(function, args, kwargs), platform=run.job.platform)
+    make_job = DECORATED.get(type(function))
+    if make_job is not None:
+        job = replace(make_job(function, args, kwargs), platform=run.job.platform)
     check_function(job.function)
     run.check_open(job.name)
     return job
@@ -335,7 +335,7 @@ def _interrupt(run: RanksRun, request: RanksCall) -> None:
 
 
 def _show_output(run: RanksRun) -> None:
-    """Show what the ranks have written, also lines without an end, before the call returns."""
+    """Print the output of the ranks so far, also lines without an end, before the call returns."""
     for transcript in run.output.transcripts:
         transcript.show_unfinished()
     if run.output.printer is not None:

@@ -6,17 +6,16 @@
       │                        ▲
       └── submit ──► queue ──► RanksRun          its thread does, for calls that wait their turn
 
-A call belongs to its caller from `begin` to the end of `drive`, and to the run otherwise. For that
-time, the pool lends the caller the connections on which answers arrive (`lend`, `take_back` in
-`processes/events.py`): a warm call then needs no change of threads.
+A call belongs to its caller from `begin` to the end of `drive`, and to the run before and after.
+While the caller has it, the pool lends the caller the connections on which answers arrive (`lend`,
+`take_back` in `processes/events.py`): a warm call then needs no change of threads.
 
-The run ends every call on every way out. It refers to no handle, so that ranks whose handle is lost
-end.
+However the run ends, it ends all its calls. It has no reference to the handle: a handle that the
+program drops can end the ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -34,8 +33,9 @@ from parawrap.processes.held_signals import HeldSignals, do_nothing
 from parawrap.processes.latch import Latch
 from parawrap.processes.outcomes import Ending, values_of
 from parawrap.processes.pool import Pool
-from parawrap.processes.script_globals import SentScript
+from parawrap.processes.script_globals import PackedCall, SentScript
 from parawrap.processes.settings import SentSurroundings
+from parawrap.processes.shared_memory import Block
 
 LABEL = "ranks that stay"
 _APART = (
@@ -47,16 +47,18 @@ _WRAP_AGAIN = (
     " The next call has new process groups: make models in DistributedDataParallel again before "
     "that, with model = functional.to(functional.unwrap(model))."
 )
-_POLL_S = 1.0  # between two looks whether the ranks have ended without a word on a call
-_NO_OUTPUT = RunOutput()  # of calls without a handle: the run of the ranks has it
+_POLL_S = 1.0  # of a caller that waits: has the run ended without ending the call?
+_NO_OUTPUT = RunOutput()  # of calls without a handle, whose output is that of the ranks' run
 
 
 class RanksCall(Run):
     """A call on its way to ranks that stay and back.
 
     Attributes:
-        packed: The call as it is sent.
-        leaves_ranks_apart: True if it has ended in the middle of the function in some ranks, which
+        packed: The pickled call.
+        call: The state of the call in the pool.
+        losses: The `losses` of the run before the pickle.
+        leaves_ranks_apart: True if some ranks have not run the function to its end, and the ranks
             stay.
     """
 
@@ -65,7 +67,7 @@ class RanksCall(Run):
     def __init__(
         self, ranks_run: RanksRun, job: Job, ranks: Sequence[int], *, has_handle: bool = False
     ) -> None:
-        """Pickle a call. Calls must be submitted in the order of their pickles.
+        """Pickle a call. Calls must be submitted in the order of their pickles: hold `packing`.
 
         Args:
             ranks_run: The run of the ranks.
@@ -77,6 +79,10 @@ class RanksCall(Run):
         super().__init__(job, output)
         self._ranks_run = ranks_run
         self.leaves_ranks_apart = False
+        # The count first: a call that is lost later makes this pickle stale
+        self.losses = ranks_run.losses
+        while ranks_run.lost:
+            ranks_run.script.forget(ranks_run.lost.popleft())
         # Packing notes nothing: a call that is never sent brings no globals to the ranks
         self.packed = job.pack(ranks_run.script)
         if has_handle:
@@ -104,16 +110,18 @@ class RanksCall(Run):
     def take_notes(self) -> list[str]:
         if not self.leaves_ranks_apart or not self._ranks_run.take_right_to_warn():
             return []
-        regroups = isinstance(self.how, Ending) and self.how.regroups
-        return [_APART + _WRAP_AGAIN if regroups else _APART]
+        note = _APART
+        if isinstance(self.how, Ending) and self.how.regroups:
+            note += _WRAP_AGAIN
+        return [note]
 
     def wait_for_end(self) -> None:
-        """Wait for the end, also if nothing is left that could report it."""
+        """Wait for the end, also if the run ends without ending this call."""
         while not self._ended.wait(_POLL_S):
             self._ranks_run.end_if_over(self)
 
     def ending(self) -> Ending:
-        """Return how it has ended, or raise the error of ranks that had ended before."""
+        """Return how the ranks ended the call, or raise its error if no rank got it."""
         if isinstance(self.how, BaseException):
             raise self.how
         assert isinstance(self.how, Ending)
@@ -123,13 +131,20 @@ class RanksCall(Run):
 class RanksRun(PoolRun):
     """Starts the ranks, supervises them, and makes the calls that wait for their turn.
 
-    The pool's lock guards `_current`, `_driven`, and `last_ending`.
+    The pool's lock guards the writes of `_current`, `_driven`, `last_ending`, and `losses`. Reads
+    without it see the old value or the new one.
 
     Attributes:
+        script: The globals that the ranks have. Used with `packing` held.
+        surroundings: The environment and the folders that the ranks have. Used with `packing` held.
+        packing: Held from the pickle of a call until the call is sent or in the queue.
+        lost: Pickles that did not reach all ranks, and that `script` has not forgotten yet.
+        losses: The number of calls whose function and globals did not reach all ranks.
         ready: Set once the ranks can be called, or could not be started.
         last_ending: The ending of the call or the idle time in which the ranks have ended. None
             while they take calls.
         has_lost_handle: True once nothing refers to the handle any more.
+        is_closed: True once the user has closed the handle. Calls in the queue are still made.
     """
 
     thread_name = "parawrap-ranks"
@@ -138,39 +153,40 @@ class RanksRun(PoolRun):
         super().__init__(Job(platform, _stay), machines, RunOutput.of(platform, LABEL))
         self.script = SentScript(imports=True)
         self.surroundings = SentSurroundings()
-        # From the pickle of a call to its place in the queue: the calls must keep that order. Code
-        # that pickling runs may call the ranks
+        # Calls must reach the ranks in the order of their pickles, because a pickle leaves out what
+        # earlier ones bring. Reentrant: code that pickling runs may call the ranks
         self.packing = threading.RLock()
+        self.lost: deque[PackedCall] = deque()
+        self.losses = 0
         self.ready = Latch()
         self.last_ending: Ending | None = None
         self.has_lost_handle = False
         self._last_call_name = LABEL
         self._current: RanksCall | None = None  # that the ranks run
-        # That call, while its caller reads the answers itself, and finishes it
+        # The same call, while its caller reads the answers itself, and finishes it
         self._driven: RanksCall | None = None
         self._queue: deque[RanksCall] = deque()
-        # By the handle. Calls that are in the queue are still made
         self.is_closed = False
-        # A token, for the warning that the ranks may be one step apart. The first such error takes
-        # the lock and never releases it; the next call that succeeds puts a new one here
+        # Free until the first error after which the ranks may be one step apart has taken it. It is
+        # never released: the next call that succeeds puts a new lock here
         self._right_to_warn = threading.Lock()
 
     # -- any thread
 
     def submit(self, request: RanksCall) -> None:
         """Make a call after those before it."""
-        # Ctrl-C waits: the ranks get the call, and later calls need not bring its globals again
+        # Ctrl-C waits: what is noted as sent is sent, and what leaves the queue is ended
         held = HeldSignals(do_nothing)
-        self._queue.append(request)
         self._note_sent(request)
-        held.end()
+        self._queue.append(request)
         self._wake()
         # The thread may have looked at the queue for the last time just before
         if self.is_done():
             self._fail_queue()
+        held.end()
 
     def end_if_over(self, request: RanksCall) -> None:
-        """End a call that nothing else ends: it was on its way when the run ended."""
+        """End a call if the run has ended."""
         if self.is_done():
             request.end(self.error_of_end(request.call.name))
 
@@ -191,8 +207,7 @@ class RanksRun(PoolRun):
 
     def take_right_to_warn(self) -> bool:
         """Return True for the first error after which the ranks may be one step apart."""
-        # A lock that is never released: errors may be raised in several threads at once, and only
-        # one thread acquires it
+        # Errors may be raised in several threads at once: one of them acquires it
         return self._right_to_warn.acquire(blocking=False)
 
     def check_open(self, name: str) -> None:
@@ -264,8 +279,10 @@ class RanksRun(PoolRun):
         has_begun = False
         try:
             with pool.events.lock:
-                # Asked again under the lock: another thread may have begun a call since
-                if self._is_idle and not pool.is_ending:
+                # Read again under the lock: another thread may have begun a call since. A stale
+                # pickle goes to the queue, where `_advance` refuses it
+                is_stale = request.losses != self.losses
+                if self._is_idle and not pool.is_ending and not is_stale:
                     pool.begin(request.call)
                     self._current = self._driven = request
                     pool.events.lend()
@@ -286,17 +303,19 @@ class RanksRun(PoolRun):
 
         After a signal, the thread of the run goes on with the call.
         """
-        pool = self._pool  # None if the run has ended since `begin`, with its call
+        pool = self._pool
+        if pool is None:  # the run has ended since `begin`, and has ended the call
+            held.end()
+            return
         error: BaseException | None = None
         try:
-            while pool is not None and self._driven is request and not held.has_arrived:
+            while self._driven is request and not held.has_arrived:
                 if pool.has_ended(request.call):
                     break
                 pool.events.turn_of_caller()
-        except BaseException as reason:  # noqa: BLE001 (no signal may interrupt it: ends the ranks)
+        except BaseException as reason:  # noqa: BLE001 (not of a signal: the run ends with it)
             error = reason
-        if pool is not None:
-            self._give_back(pool, request, error)
+        self._give_back(pool, request, error)
         held.end()
 
     def _give_back(self, pool: Pool, request: RanksCall, error: BaseException | None) -> None:
@@ -317,9 +336,9 @@ class RanksRun(PoolRun):
         elif ending is not None:
             request.end(ending)
             is_last = self.is_closed or self.last_ending is not None
-            has_work = bool(self._queue) or is_last or not ending.is_success
-            if not has_work:
-                return  # and let the thread of the run sleep
+            run_has_work = bool(self._queue) or is_last or not ending.is_success
+            if not run_has_work:
+                return  # the thread of the run may sleep on
         self._wake()
 
     def _note_sent(self, request: RanksCall) -> None:
@@ -329,7 +348,11 @@ class RanksRun(PoolRun):
 
     @property
     def _is_idle(self) -> bool:
-        return not (self._current is not None or self._queue or self.is_closed or self.last_ending)
+        """True if a call would begin at once."""
+        # Not `is_busy`: a property is one more function in each warm call
+        must_wait = self._current is not None or self._queue
+        takes_no_calls = self.is_closed or self.last_ending is not None
+        return not (must_wait or takes_no_calls)
 
     def _wake(self) -> None:
         if (pool := self._pool) is not None:
@@ -347,7 +370,7 @@ class RanksRun(PoolRun):
                     self.last_ending = self._run_ranks(pool)
         finally:
             self._machines.close()
-        return self.last_ending or Ending({})
+        return self.last_ending or Ending({})  # closed: a success, so that `upon_finish` is called
 
     def end(self, how: How) -> None:
         """Report the end of the ranks to all that wait, whatever has ended the thread."""
@@ -369,10 +392,10 @@ class RanksRun(PoolRun):
             return ending
         self.ready.set()
         try:
-            while not self._has_ended(pool):
+            while self._serve(pool):
                 pool.events.turn()
         finally:
-            # A caller that reads answers leaves its loop then, and the run ends its call
+            # A caller that reads answers now leaves its loop, and the run ends its call
             with pool.events.lock:
                 self._driven = None
                 pool.events.wake_caller()
@@ -385,63 +408,63 @@ class RanksRun(PoolRun):
         # ranks that were idle
         return self.last_ending or Ending.of_cancelled()
 
-    def _has_ended(self, pool: Pool) -> bool:
-        """Do what is due between two turns. Return True if the ranks have nothing more to do."""
+    def _serve(self, pool: Pool) -> bool:
+        """Make the calls that are due. Return False once the ranks have nothing more to do."""
         while self._advance(pool):
             pass
         # Under the lock, because a caller may begin a call until then
         with pool.events.lock:
             if self._current is not None:
-                return False
+                return True
             if self.last_ending is None and pool.idle_deaths:
                 self.last_ending = pool.end_of_idle_ranks()
                 pool.end()
+            have_ended = self.last_ending is not None or pool.is_ending
             gets_no_more_calls = self.is_closed and not self._queue
-            return self.last_ending is not None or pool.is_ending or gets_no_more_calls
+            return not (have_ended or gets_no_more_calls)
 
     def _advance(self, pool: Pool) -> bool:
         """End the call that has ended, or begin the next. Return False if nothing is due."""
-        ending: Ending | None = None
-        error: Exception | None = None
+        how: How | None = None
         with pool.events.lock:
             request = self._current
             if request is not None:
                 if self._driven is not None or not pool.has_ended(request.call):
                     return False
-                ending = self._finish(pool, request)
+                how = self._finish(pool, request)
             else:
                 if not self._queue or self.last_ending is not None or pool.is_ending:
                     return False
                 request = self._current = self._queue.popleft()
                 pool.events.take_back()  # the connections with answers, from the last caller
-                # Cancelled before its turn: it is sent for its globals alone, which later calls
-                # rely on, and no rank runs its function
+                if request.losses != self.losses:
+                    request.end(_error_of_loss(request.call.name))
+                # Refused, or cancelled before its turn: it is sent for its globals and settings
+                # alone, which later calls rely on, and no rank runs its function
                 if request.is_done():
                     request.call.ranks = ()
                 try:
                     pool.begin(request.call)
                 except Exception as reason:  # noqa: BLE001 (nothing was sent)
-                    self._forget(request)
+                    self._note_loss(request)
                     self._current = None
                     # Without its frames, which would keep the arguments alive
-                    error = reason.with_traceback(None)
-        if (how := ending or error) is not None:
+                    how = reason.with_traceback(None)
+        if how is not None:
             request.end(how)
         return True
 
-    def _forget(self, request: RanksCall) -> None:
-        """Forget what a call should have brought to all ranks. Refuse the calls that rely on it."""
-        self.script.forget(request.packed)
-        if not request.packed.brings_definitions:  # no later call relies on it
-            return
-        for later in list(self._queue):
-            self.script.forget(later.packed)
-            msg = (
-                f"{request.call.name} could not bring its function and globals to all ranks, and "
-                f"{later.call.name} waits behind it and may need them. Call it again"
-            )
-            later.end(LaunchError(msg))
-        self._queue.clear()
+    def _note_loss(self, request: RanksCall) -> None:
+        """Note a call that did not reach all ranks. The pool's lock is held.
+
+        Another thread may be pickling a call that relies on this one. So the next pickle changes
+        `script`, not this thread, and `_advance` refuses the calls that are pickled by now.
+        """
+        # Without its memory, which would keep the arguments alive. It is here before the count
+        # changes: a pickle that has the new count has forgotten it
+        self.lost.append(request.packed._replace(block=Block()))
+        if request.packed.brings_definitions:  # else no other call relies on it
+            self.losses += 1
 
     def _finish(self, pool: Pool, request: RanksCall) -> Ending:
         """Note the end of a call."""
@@ -456,7 +479,7 @@ class RanksRun(PoolRun):
         # Ranks that could not unpickle the call lack its globals. If the ranks end, all calls fail
         # with them
         if call.unloaded and not pool.is_ending:
-            self._forget(request)
+            self._note_loss(request)
         if pool.is_ending:
             self.last_ending, self._last_call_name = ending, request.call.name
         self._current = None
@@ -466,15 +489,17 @@ class RanksRun(PoolRun):
         if request is self._current:
             pool.interrupt(request.call, cancels=cancels)
         else:
-            # Also before it was submitted. It stays in the queue: later calls rely on its globals
+            # It stays in the queue, or comes there later: other calls rely on its globals
             request.end(Ending.of_cancelled())
 
     def _fail_queue(self) -> None:
-        # It may be empty, because another thread was faster
-        with contextlib.suppress(IndexError):
-            while True:
+        """End the calls in the queue. The thread of the run and those that submit may be here."""
+        while True:
+            try:
                 request = self._queue.popleft()
-                request.end(self.error_of_end(request.call.name))
+            except IndexError:
+                return
+            request.end(self.error_of_end(request.call.name))
 
 
 def end_lost_ranks() -> None:
@@ -482,6 +507,14 @@ def end_lost_ranks() -> None:
     for run in running():
         if isinstance(run, RanksRun) and run.has_lost_handle:
             run.wait()
+
+
+def _error_of_loss(name: str) -> LaunchError:
+    """Return the error of a call that relies on another one, which did not reach all ranks."""
+    return LaunchError(
+        f"a call before {name} could not bring its function and globals to all ranks, and {name} "
+        "may need them. Call it again"
+    )
 
 
 def _raise(error: BaseException) -> NoReturn:

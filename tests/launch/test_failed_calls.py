@@ -271,6 +271,62 @@ def test_errors_that_keep_the_ranks_in_step():
             assert notes_of(caught.value).count(APART) == 1
 
 
+class FailsInRanks:
+    """An argument that ranks cannot unpickle. They try it once the next call is being pickled."""
+
+    def __init__(self, pickling):
+        self.pickling = pickling
+
+    def __reduce__(self):
+        return _fail_in_rank, (self.pickling,)
+
+
+def _fail_in_rank(pickling):
+    eventually(pickling.exists, "the next call")
+    raise ZeroDivisionError
+
+
+class WaitsForLaunch:
+    """An argument that is pickled once a launch has ended."""
+
+    def __init__(self, launch, pickling):
+        self.launch = launch
+        self.pickling = pickling
+
+    def __reduce__(self):
+        self.pickling.touch()
+        eventually(self.launch.done, "the end of the call before")
+        return int, ()
+
+
+CALLS = {
+    "call": lambda opened, *given: opened(*given),
+    "submit": lambda opened, *given: opened.submit(*given).results(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_no_global_stays_old_after_a_failed_call(call, tmp_path, monkeypatch):
+    """A call that is pickled while the one with its globals fails is refused. The settings that
+    it has for later calls arrive.
+    """
+    script = {"__name__": "a_script", "x": 1}
+    exec("def read(_):\n    return x", script)
+    pickling = tmp_path / "pickling"
+    with ranks().open() as opened:
+        assert opened(script["read"], 0) == (1, 1)
+        script["x"] = 2
+        failing = opened.submit(script["read"], FailsInRanks(pickling))
+        monkeypatch.setenv("PARAWRAP_LATE", "yes")
+        waiting = WaitsForLaunch(failing, pickling)
+        with pytest.raises(LaunchError, match="a call before read could not bring its function"):
+            call(opened, script["read"], waiting)
+        with pytest.raises(ZeroDivisionError):
+            failing.results()
+        assert opened(script["read"], 0) == (2, 2)
+        assert opened(os.environ.get, "PARAWRAP_LATE") == ("yes", "yes")
+
+
 # -- no operation of a failed call meets one of a later call
 
 
