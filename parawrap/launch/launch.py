@@ -17,7 +17,7 @@ from parawrap.processes.outcomes import Ending, values_of
 R = TypeVar("R", covariant=True)
 State = Literal["pending", "running", "finished", "failed", "cancelled"]
 
-_LONGEST = 100  # characters of a line of output in a table
+_LONGEST = 100  # characters of a line of output in a table; longer lines would hide the rest
 
 
 @public
@@ -41,10 +41,10 @@ class Launch(Generic[R]):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        # Held while the results are unpickled, once: all threads get the same objects. They belong
-        # to the callers from then on
-        self._reading = threading.Lock()
-        self._read: RankResults[R] | BaseException | None = None
+        # Held while one thread unpickles the results: all threads get the same objects, which
+        # belong to the callers
+        self._unpickling = threading.Lock()
+        self._results: RankResults[R] | BaseException | None = None
 
     @property
     def log_folder(self) -> Path | None:
@@ -74,25 +74,27 @@ class Launch(Generic[R]):
                 "continue: call results() again, or cancel()"
             )
             raise TimeoutError(msg)
-        with self._reading:
-            if self._read is None:  # Ctrl-C below leaves it None: the next call reads them again
+        with self._unpickling:
+            # Ctrl-C below leaves it None: the next call unpickles them again
+            if self._results is None:
                 assert self._run.how is not None
-                self._read = self._read_results(self._run.how)
-        if isinstance(self._read, BaseException):
+                self._results = self._unpickle(self._run.how)
+        if isinstance(self._results, BaseException):
             if not self._run.is_of_this_process:
                 # Without this, each call would add its frames to the same exception
-                self._read.with_traceback(None)
-            raise self._read
-        return self._read
+                self._results.with_traceback(None)
+            raise self._results
+        return self._results
 
-    def _read_results(self, how: How) -> RankResults[Any] | BaseException:
+    def _unpickle(self, how: How) -> RankResults[Any] | BaseException:
+        """Return the results of the ranks, or the error that `results` raises."""
         if not isinstance(how, Ending):
             return how
         size = self._run.job.platform.world_size
         try:
             return RankResults(values_of(self._run.job.name, how, range(size), size))
         except BaseException as error:
-            # Errors of ranks have notes. One without is a Ctrl-C in this thread, at this moment
+            # A KeyboardInterrupt of a rank has notes. One without is a Ctrl-C in this thread
             is_of_rank = bool(getattr(error, "__notes__", ()))
             if isinstance(error, KeyboardInterrupt) and not is_of_rank:
                 raise
@@ -130,13 +132,16 @@ class Launch(Generic[R]):
         ``"pending"`` (waiting for machines), ``"running"``, ``"finished"``, ``"failed"``, or
         ``"cancelled"``.
         """
-        how = self._run.how
         if not self.done():
             return "running" if self._run.has_begun else "pending"
-        if isinstance(how, LaunchCancelledError) or (isinstance(how, Ending) and how.cancelled):
+        how = self._run.how  # after `done`: the run may end at any time
+        if isinstance(how, Ending):
+            if how.cancelled:
+                return "cancelled"
+            return "finished" if how.is_success else "failed"
+        if isinstance(how, LaunchCancelledError):
             return "cancelled"
-        is_failed = isinstance(how, Ending) and not how.is_success
-        return "failed" if is_failed or isinstance(how, BaseException) else "finished"
+        return "failed" if isinstance(how, BaseException) else "finished"
 
     def logs(self, rank: int) -> str:
         """Return a rank's output so far: standard output and standard error in order of arrival.
@@ -169,10 +174,12 @@ class Launch(Generic[R]):
             for rank, transcript in enumerate(self._run.output.transcripts)
         ]
         columns = ("rank", "state", "last line")
-        return Table(repr(self)[1:-1], columns, rows, texts=("state", "last line")).html()
+        title = repr(self).strip("<>")
+        return Table(title, columns, rows, texts=("state", "last line")).html()
 
     def _state_of(self, rank: int) -> str:
-        how, state = self._run.how, self.state
+        state = self.state
+        how = self._run.how  # after `state`, as there
         if isinstance(how, Ending) and rank in how.outcomes:
             return how.outcomes[rank].summary
         return self._run.state_of(rank) if state == "running" else state

@@ -7,9 +7,10 @@
                                           ◄── FinishedRun  the function ran in this process
                                           ◄── RanksRun     ranks that stay, and RanksCall, a call
 
-A run has one owner, its thread: it acquires and releases all that the run needs, so Ctrl-C in the
-main thread never leaves anything half done. All runs of this process are in one registry until
-they have ended, and end with the interpreter.
+A run has one owner, its thread: it acquires and releases all that the run needs. Python runs signal
+handlers in the main thread only, so Ctrl-C never leaves anything half done. All runs of this
+process are in one registry until they have ended. Runs that are left there end with the
+interpreter.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ How = Ending | RankResults[Any] | BaseException
 
 _log = logging.getLogger("parawrap.launch")
 
-# Adding and removing an item are atomic, with and without the interpreter lock. Who iterates takes
-# a copy first: `list` of a set is atomic too
+# Adding and removing an item are atomic, with and without the interpreter lock. Loops run over a
+# copy: `list` of a set is atomic too
 _running: set[Run] = set()
 _is_exiting = False  # set once, by the exit hook
 
@@ -50,7 +51,7 @@ class RunOutput:
 
     Attributes:
         transcripts: One per rank.
-        printer: Prints what is shown.
+        printer: Prints the output of the ranks that the platform shows; None to print nothing.
         folder: The folder of the files under ``console_logs``; None without files.
     """
 
@@ -89,18 +90,16 @@ class RunOutput:
         printer = None if is_kept else Printer()
         has_prefix = platform.world_size > 1 or number is not None
         launch = "" if number is None else f"{number}/"
-        transcripts = [
-            Transcript(
-                printer if platform.shows(rank) else None,
-                f"[{launch}rank {rank}] " if has_prefix else "",
-                None if folder is None else folder / f"rank-{rank}.log",
-            )
-            for rank in range(platform.world_size)
-        ]
+        transcripts = []
+        for rank in range(platform.world_size):
+            prefix = f"[{launch}rank {rank}] " if has_prefix else ""
+            file = None if folder is None else folder / f"rank-{rank}.log"
+            shown_by = printer if platform.shows(rank) else None
+            transcripts.append(Transcript(shown_by, prefix, file))
         return cls(transcripts, printer, folder)
 
     def finish(self) -> None:
-        """Take no more output, and print the rest."""
+        """Print the rest of the output, and close the files."""
         for transcript in self.transcripts:
             transcript.finish()
         if self.printer is not None:
@@ -131,7 +130,7 @@ class Run:
         self._has_begun = False
         self._pid = os.getpid()
         self._ended = Latch()
-        self._noting = threading.Lock()  # of `how`: the first note holds
+        self._noting = threading.Lock()  # held while `how` is set: only its first value counts
         self._thread: threading.Thread | None = None
 
     # -- what subclasses give
@@ -168,7 +167,7 @@ class Run:
         return "running"
 
     def take_notes(self) -> list[str]:
-        """Return further notes for the error of this run. It is about to be raised."""
+        """Return further notes for the error of this run, which the caller is about to raise."""
         return []
 
     # -- start and end
@@ -206,19 +205,20 @@ class Run:
         self.end(how)
 
     def end(self, how: How) -> None:
-        """Note how the run has ended, and let all threads go on that wait. The first note holds."""
+        """Note how the run has ended, and wake all waiting threads. Only the first call counts."""
         # A call of ranks that stay may be ended by its caller, by the run of the ranks, and by
         # threads that wait for it
         with self._noting:
             if self.how is not None:
                 return
-            # Before the output, which may wait for a terminal: who reads `how` needs no more of it
+            # Before the output is finished, which may wait for a terminal: `how` does not depend on
+            # it
             self.how = how
         try:
             self.output.finish()
             if self.finishes_job and isinstance(how, Ending) and how.is_success:
                 self.job.finish()
-        except BaseException as error:  # noqa: BLE001 (the rest of the output cannot be printed)
+        except BaseException as error:  # noqa: BLE001 (raised by the handle: output is missing)
             self.how = error
         finally:
             _running.discard(self)
@@ -230,11 +230,11 @@ class Run:
 
     @property
     def is_in_forked_child(self) -> bool:
-        """True in a process that the user's code has forked: the ranks belong to its parent."""
+        """True in a process that code of the user forked: the ranks belong to its parent."""
         return os.getpid() != self._pid
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end. Return False if it has not come in that time.
+        """Wait for the end, for at most `timeout` seconds. Return False if the run goes on.
 
         In ``upon_finish``, which the thread of the run calls, the run counts as ended.
 
@@ -324,4 +324,5 @@ def _end_with_interpreter() -> None:
 
 
 atexit.register(_end_with_interpreter)
+# The child has copies of the runs, and no thread of them. They belong to its parent
 os.register_at_fork(after_in_child=_running.clear)

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parawrap import LaunchCancelledError, current_rank, wrapper
+from parawrap import LaunchCancelledError, LaunchError, current_rank, wrapper
+from parawrap.launch import Job, Launch
+from parawrap.launch.run import Run, RunOutput
 from tests.helpers.processes import is_gone, pids_in, ranks, running_script
 from tests.helpers.scripts import read_script
 from tests.helpers.waiting import PATIENCE_S, eventually
@@ -42,6 +44,16 @@ def test_handle_follows_the_launch(tmp_path):
     assert (launch.state, launch.done(), launch.logs(1)) == ("finished", True, "in rank 1\n")
     with pytest.raises(IndexError, match="rank=2: this launch has the ranks 0 to 1"):
         launch.logs(2)
+
+
+def test_state_of_a_launch_that_fails_meanwhile():
+    class FailingRun(Run):
+        def is_done(self):
+            self.end(LaunchError("at this moment"))
+            return super().is_done()
+
+    launch = Launch(FailingRun(Job(ranks(1), len), RunOutput()))
+    assert launch.state == "failed"
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20])
