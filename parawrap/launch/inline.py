@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap.errors import PlatformError
-from parawrap.launch._devices import Device, selects_cores
+from parawrap.launch._devices import selects_cores
 from parawrap.launch._job import Job
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch._rank import Rank, acting_as
@@ -26,7 +25,7 @@ from parawrap.processes.torch_groups import leave_groups
 
 
 def run_inline(job: Job) -> RankResults[Any]:
-    """Call the function in this process.
+    """Call the function in this process, again after each request for a restart.
 
     Afterwards restore random states, current device, and process group.
 
@@ -44,44 +43,54 @@ def run_inline(job: Job) -> RankResults[Any]:
             "Platform(device='cpu')"
         )
         raise PlatformError(msg)
-    restart, result = 0, None
-    # Ignore a signal that arrives between two attempts
+    # Ignore a signal that arrives between two attempts. The loop is in a function: Ctrl-C in the
+    # jump of a loop in this block could skip the end of the block
     with at_signal(lambda: None):
-        while True:
-            rank = Rank(
-                global_rank=0,
-                local_rank=0,
-                node=0,
-                world_size=1,
-                device=device,
-                platform=platform,
-                restart=restart,
-                preemption=Preemption(),
-            )
-            try:
-                with (
-                    restored_variables(*platform.device_variables),
-                    preserved_generators(device),
-                    _current_device(device),
-                    _lone_group(platform) as group,
-                ):
-                    # GPUs keep their numbers here: CUDA may have read its variable already
-                    if selects_cores(Device(platform.device)):
-                        os.environ.update(platform.device_variables)
-                    seed(platform.seed)
-                    with acting_as(replace(rank, group=group)), at_signal(partial(_preempt, rank)):
-                        result = job.call()
-                break
-            except RequeueRequested:
-                restart += 1
+        value = _make_attempts(job, device)
     job.finish()
-    return RankResults([result])
+    return RankResults([value])
 
 
-def _preempt(rank: Rank) -> None:
+def _make_attempts(job: Job, device: torch.device) -> Any:
+    restart = 0
+    while True:
+        try:
+            return _make_attempt(job, device, restart)
+        except RequeueRequested:
+            restart += 1
+
+
+def _make_attempt(job: Job, device: torch.device, restart: int) -> Any:
+    """Call the function as rank 0 of 1."""
+    platform = job.platform
+    preemption = Preemption()
+    with (
+        restored_variables(*platform.device_variables),
+        preserved_generators(device),
+        _current_device(device),
+        _lone_group(platform) as group,
+    ):
+        # GPUs keep their numbers here: CUDA may have read its variable already
+        if selects_cores(platform.device):
+            os.environ.update(platform.device_variables)
+        seed(platform.seed)
+        rank = Rank(
+            global_rank=0,
+            local_rank=0,
+            node=0,
+            world_size=1,
+            device=device,
+            platform=platform,
+            group=group,
+            restart=restart,
+            preemption=preemption,
+        )
+        with acting_as(rank), at_signal(partial(_preempt, preemption)):
+            return job.call()
+
+
+def _preempt(preemption: Preemption) -> None:
     """Make `should_checkpoint` return True from its next call on."""
-    preemption = rank.preemption
-    assert preemption is not None
     # The only rank of its world waits for no other: its own count is the highest
     answered = preemption.hold_back()
     preemption.decide(answered)
@@ -89,6 +98,7 @@ def _preempt(rank: Rank) -> None:
 
 @contextmanager
 def _current_device(device: torch.device) -> Iterator[None]:
+    """Make a device the current one of its kind inside the block. The CPU and MPS have only one."""
     if device.type not in ("cuda", "neuron"):
         yield
         return
@@ -99,16 +109,19 @@ def _current_device(device: torch.device) -> Iterator[None]:
 @contextmanager
 def _lone_group(platform: PlatformFields) -> Iterator[dist.ProcessGroup | None]:
     """Create a process group of one rank, unless this process has a group already."""
-    if not platform.requires_ipc or dist.is_initialized():
-        yield dist.group.WORLD if platform.requires_ipc else None
+    if not platform.requires_ipc:
+        yield None
+        return
+    if dist.is_initialized():
+        yield dist.group.WORLD
         return
     # init_process_group replaces the hook and does not restore it
     hook = sys.excepthook
-    # In memory: a group of one rank needs neither a port nor a file
-    dist.init_process_group(
-        platform.process_group_backend, store=dist.HashStore(), rank=0, world_size=1
-    )
     try:
+        # In memory: a group of one rank needs neither a port nor a file
+        dist.init_process_group(
+            platform.process_group_backend, store=dist.HashStore(), rank=0, world_size=1
+        )
         yield dist.group.WORLD
     finally:
         leave_groups()

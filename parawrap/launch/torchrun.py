@@ -30,7 +30,6 @@ import torch.distributed as dist
 
 from parawrap.displays import spell_count
 from parawrap.errors import LaunchError, PlatformError, add_note
-from parawrap.launch._devices import Device
 from parawrap.launch._job import Job
 from parawrap.launch._platform_fields import rank_count_field
 from parawrap.launch._rank import Rank, acting_as
@@ -53,7 +52,7 @@ from parawrap.processes.torch_groups import (
     stay_on_loopback,
 )
 
-_SHORT_S = 0.01
+_POLL_S = 0.01  # of ranks that wait for others at the end of a call
 # torchrun looks at its processes every 0.1 s, but may be late on a busy machine
 _LAUNCHER_NOTICE_S = 2.0
 # Fields of a platform that have no effect here, and their defaults
@@ -70,22 +69,22 @@ def run_here(job: Job) -> FinishedRun:
     """Call the function as this process's rank. A request to restart calls it again."""
     world = require_world()
     fitted = fit_job(job, world)
-    # Ignore a signal that arrives between two calls, or after the last one. Variables that gloo
-    # reads are set for the calls only
+    # Ignore a signal that arrives between two attempts, or after the last one. Variables that gloo
+    # reads are set for the attempts only. The loop is in a function: Ctrl-C in the jump of a loop
+    # in this block could skip the end of the block
     with restored_variables(*INTERFACE_VARIABLES), at_signal(lambda: None):
-        while (outcome := _run(fitted, world)) is None:
-            world = replace(world, restart=world.restart + 1)
-    # As with other launchers, once per launch, although every process of the world is here
-    if isinstance(outcome, RankResults) and world.global_rank == 0:
+        how = _make_attempts(fitted, world)
+    # Every process of the world is here, but ``upon_finish`` is called once per launch
+    if isinstance(how, RankResults) and world.global_rank == 0:
         fitted.finish()
-    return FinishedRun(fitted, outcome)
+    return FinishedRun(fitted, how)
 
 
 def require_world() -> World:
-    """Return this process's place in its world.
+    """Return this process's place in the world that a launcher has started.
 
     Raises:
-        LaunchError: If there is no such world, or its ranks could not meet.
+        LaunchError: If no launcher has started this process, or its world has no address.
     """
     world = find_world()
     if world is None:
@@ -120,32 +119,37 @@ def fit_job(job: Job, world: World) -> Job:
         )
         raise PlatformError(msg)
     for name, default in _WITHOUT_EFFECT.items():
-        if getattr(platform, name) != default:
-            _log.warning(
-                "%s=%r has no effect here: %s controls the ranks",
-                name,
-                getattr(platform, name),
-                world.name,
-            )
+        value = getattr(platform, name)
+        if value != default:
+            _log.warning("%s=%r has no effect here: %s controls the ranks", name, value, world.name)
     # The platform may be shared with other launches, so a copy gets the counts of the world
     fitted = copy.copy(platform)
-    per_node = world.ranks_per_node or world.world_size
-    # A platform has one count for all nodes, so unequal nodes are described as one node
-    if world.world_size % per_node:
+    per_node = world.ranks_per_node
+    # A platform has one count for all nodes. Unequal or unknown nodes are described as one node
+    if not per_node or world.world_size % per_node:
         per_node = world.world_size
     object.__setattr__(fitted, "n_nodes", world.world_size // per_node)
-    object.__setattr__(fitted, rank_count_field(Device(platform.device)), per_node)
+    object.__setattr__(fitted, rank_count_field(platform.device), per_node)
     return replace(job, platform=fitted)
 
 
-def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
-    """Call the function as this process's rank.
+def _make_attempts(job: Job, world: World) -> RankResults[Any] | BaseException:
+    """Make attempts until no rank requests a restart. Return how the last one ended."""
+    while True:
+        how = _make_attempt(job, world)
+        if how is not None:
+            return how
+        world = replace(world, restart=world.restart + 1)
+
+
+def _make_attempt(job: Job, world: World) -> RankResults[Any] | BaseException | None:
+    """Call the function as this process's rank, in all processes of the world.
 
     Return the results of all ranks, or the failure of this one; None if a rank requests a restart.
     """
     if world.is_on_one_machine:
         stay_on_loopback()
-    meeting = _meeting()
+    meeting = _meet()
     meeting.number += 1
     # init_process_group replaces the hook and does not restore it
     hook = sys.excepthook
@@ -154,7 +158,7 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
         # Before the function: ranks that make different calls would wait for each other in it
         calls = meeting.gather(_CallOfRank(meeting.number, job.name, torch.initial_seed()))
         _check_calls(calls)
-        store = meeting.store() if has_own_groups else None
+        store = meeting.store_of_call() if has_own_groups else None
         value = _call(job, world, meeting, calls[0].seed, store)
         # The function of another rank may still wait for this one in a collective. It raises once
         # this rank leaves the groups; otherwise all ranks would wait here for ever
@@ -166,11 +170,12 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
     except BaseException as error:  # noqa: BLE001 (raised by the handle)
         meeting.leave()
         if has_own_groups:
-            # Other ranks wait for this one, and the traceback keeps the groups alive
+            # Other ranks may wait for this one. To leave the groups is not enough: the traceback
+            # keeps them alive
             break_links()
         if is_echo(error):
-            # An exit now may come before the launcher of the world has noticed the rank that died,
-            # and it would report this one
+            # If this process ended before the launcher of the world has noticed the rank that died,
+            # the launcher would report this rank
             time.sleep(_LAUNCHER_NOTICE_S)
         return error
     finally:
@@ -205,13 +210,18 @@ def _call(
 ) -> bytes | None:
     """Call the function, and return its pickled value; None if it requests a restart.
 
-    New process groups meet at the store. Without it, the function has those of this process.
+    Args:
+        job: The call.
+        world: The place of this process.
+        meeting: The meeting of the world.
+        script_seed: The seed of the script in rank 0, for ``seed="script"``.
+        store: The store of new process groups. None if the function uses those of this process.
 
     Raises:
         BaseException: The exception of the function, with a note on this rank.
     """
     rank, size = world.global_rank, world.world_size
-    where = f"node {world.node}, {os.uname().nodename}"
+    place = f"node {world.node}, {os.uname().nodename}"
     agreement = Agreement(meeting.connect, rank, size)
     device = job.platform.device_of(world.local_rank)
     try:
@@ -226,9 +236,10 @@ def _call(
     except RequeueRequested:
         return None
     except SystemExit as error:
-        raise error_of(rank, {rank: outcome_of(error)}, size, where) from None
+        # As with other launchers: a rank that exits has died
+        raise error_of(rank, {rank: outcome_of(error)}, size, place) from None
     except BaseException as error:
-        add_note(error, f"raised in rank {rank} of {size} ({where})")
+        add_note(error, f"raised in rank {rank} of {size} ({place})")
         if is_echo(error):
             add_note(
                 error, "a connection to another rank broke: the output of that rank has the reason"
@@ -238,11 +249,12 @@ def _call(
 
 @contextlib.contextmanager
 def _group_of(job: Job, rank: Rank, store: dist.Store | None) -> Iterator[dist.ProcessGroup | None]:
-    """Make the group of this rank.
+    """Yield the group of this rank; None without one.
 
-    It is in new process groups, which meet at the store, or next to those of the user.
+    With a store, all process groups are new, and meet there. Without it, the user has made the
+    world's group already, and only those of ``ipc_groups`` are new.
     """
-    # False, also on one machine: `_run` has chosen the interface for gloo already
+    # False, also on one machine: `_make_attempt` has chosen the interface for gloo already
     groups = groups_of(job.platform, is_on_one_machine=False)
     if store is not None:
         yield groups.join(store, rank.global_rank, rank.world_size, rank.device)
@@ -263,18 +275,19 @@ class _Meeting:
     A failed call ends the group in all ranks.
 
     Attributes:
-        number: The number of the current call.
+        number: The number of the current call, from 0.
     """
 
     def __init__(self, world: World) -> None:
         self._rank, self._world_size = world.global_rank, world.world_size
+        # `require_world` has checked that the world has both
         self._address = str(world.master_addr), int(world.master_port or 0)
         # The store of torchrun outlives a restart
         self._prefix = f"parawrap/{world.restart}"
         # Any, because torch types its methods only in part
         self._group: Any = None
-        self._generations = count()
-        self.number = -1
+        self._generations = count()  # of the group
+        self.number = -1  # before the first call
         self._store: Any = dist.TCPStore(
             *self._address,
             self._world_size,
@@ -285,11 +298,11 @@ class _Meeting:
         atexit.register(self._close, os.getpid())
 
     def gather(self, value: Any, while_waiting: Callable[[], None] | None = None) -> list[Any]:
-        """Return the values of all ranks.
+        """Return the values of all ranks, by rank.
 
         Args:
-            value: A value that plain pickle accepts.
-            while_waiting: Called once all ranks are here, or after a second of waiting.
+            value: The value of this rank, which plain pickle accepts.
+            while_waiting: Called once all ranks are here, or after `LINGER_S` of waiting for them.
 
         Raises:
             LaunchError: If another rank has left the meeting, or its process has ended.
@@ -299,12 +312,12 @@ class _Meeting:
         try:
             if self._group is None:
                 self._group = self._make_group()
-            # Two steps, because gloo gathers tensors of one size
+            # The sizes first, and then the padded data, because gloo gathers tensors of one size
             work = self._group.allgather([sizes], [torch.tensor([len(data)])])
             if while_waiting is not None:
                 until = time.monotonic() + LINGER_S
                 while not work.is_completed() and time.monotonic() < until:
-                    time.sleep(_SHORT_S)
+                    time.sleep(_POLL_S)
                 while_waiting()
             work.wait()
             longest = max(int(size) for size in sizes)
@@ -312,7 +325,7 @@ class _Meeting:
             padded = torch.nn.functional.pad(data, (0, longest - len(data)))
             self._group.allgather([parts], [padded]).wait()
         except RuntimeError as error:
-            # The store raises it, or a connection to another rank
+            # Of the store, or of a connection to another rank
             msg = (
                 "another rank of this world did not end the call: its function raised an "
                 "exception, or its process ended. Its output has the reason"
@@ -334,7 +347,7 @@ class _Meeting:
         """Leave the group. Ranks that wait for this one raise an error."""
         self._group = None
 
-    def store(self) -> dist.Store:
+    def store_of_call(self) -> dist.Store:
         """Return the store of the current call."""
         return dist.PrefixStore(f"{self._prefix}/call/{self.number}", self._store)
 
@@ -343,14 +356,16 @@ class _Meeting:
         store = dist.TCPStore(*self._address, is_master=False, wait_for_workers=False)
         return dist.PrefixStore(f"{self._prefix}/call/{self.number}", store)
 
-    def _close(self, process: int) -> None:
-        """End the threads of gloo and of the store before they would abort the interpreter."""
-        # A forked child has no such threads
-        if os.getpid() == process:
+    def _close(self, owner: int) -> None:
+        """End the threads of gloo and of the store, which would abort the interpreter at its end.
+
+        `owner` is the id of the process that has these threads. A forked child has none.
+        """
+        if os.getpid() == owner:
             self._group = self._store = None
 
 
 @cache
-def _meeting() -> _Meeting:
+def _meet() -> _Meeting:
     """Return the meeting of this process's world, which stays until the process exits."""
     return _Meeting(require_world())
