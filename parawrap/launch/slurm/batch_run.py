@@ -6,7 +6,7 @@ It follows the starts of the job, and reads how the ranks ended.
     output of srun ──────► deaths of ranks                ├──► the ending of a start
     scontrol ────────────► the state of the job ──────────┘       ──► requeue, or the end
 
-The job itself needs none of this: it runs to its end when this process has died.
+The job does not depend on this process: if it dies, the job runs to its end.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError
 from parawrap.launch._job import Job
@@ -29,7 +30,7 @@ from parawrap.launch.attempts import may_restart, summary_of_attempt
 from parawrap.launch.run import Run, RunOutput
 from parawrap.launch.slurm import commands
 from parawrap.launch.slurm.batch_job import submit
-from parawrap.launch.slurm.job_start import JobStart, read_file, read_text
+from parawrap.launch.slurm.job_start import JobStart, read_file, read_text, unreported_death
 from parawrap.launch.slurm.launch_folder import Folder
 from parawrap.processes.outcomes import (
     Died,
@@ -44,24 +45,28 @@ from parawrap.processes.outcomes import (
 )
 from parawrap.processes.settings import Settings
 
+if TYPE_CHECKING:
+    from submitit.core.utils import JobPaths
+
 # Pause between two reads of the folder, on a file system that many nodes share
 _FOLDER_POLL_S = 0.3
-# Pause between two calls of scontrol. It grows with time, as most failures come early.
+# Pause between two calls of scontrol. It grows with time, as most failures come early
 _POLL_S, _LONGEST_POLL_S = 1.0, 15.0
-_JOBS_PER_POLL = 20  # with more jobs, each is polled less often
+_JOBS_PER_PAUSE = 20  # with more jobs, pauses are longer: one controller answers for all
 # A file written at the job's end may appear this much later on a network file system
 _FILE_DELAY_S = 5.0
 _TASK_EXIT_S = 60.0  # for the tasks to exit; Slurm kills them after KillWait, usually 30 seconds
-# Rank 0 looks for requests once per second, and the other ranks once per second for its word. The
-# rest is for a file system that shows new files late.
+# Rank 0 looks for a request once per second, and the other ranks look once per second whether rank
+# 0 has passed one on. The rest is for a file system that shows new files late
 _STACKS_S = 5.0
 _NO_ANSWER = (
-    f"no answer within {_STACKS_S:g} seconds: the rank is stopped, or runs code that holds the "
-    "GIL. So may rank 0, which passes the request on"
+    f"no answer within {_STACKS_S:g} seconds: the rank, or rank 0, which passes the request on, is "
+    "stopped, or runs code that holds the GIL"
 )
 
 _log = logging.getLogger("parawrap.launch")
-# Threads of launches add and remove their own item, each in one atomic step. Others read its length
+# The runs that poll scontrol. The thread of each adds and removes it, in one atomic step each, and
+# reads only the length
 _followed: set[BatchRun] = set()
 
 
@@ -97,7 +102,7 @@ def start_batch(jobs: Sequence[Job], max_parallel: int | None = None) -> list[Ba
     except BaseException:
         # The elements of an array are 7_0, 7_1, ...: 7 cancels all. Runs that have started remove
         # their folders
-        whole_job = numbers[0].partition("_")[0]
+        whole_job, _, _ = numbers[0].partition("_")
         commands.cancel_job(whole_job)
         raise
     return runs
@@ -107,22 +112,25 @@ class BatchRun(Run):
     """The ranks of one launch in a batch job.
 
     Args:
-        job: The launch.
-        folder: Its folder, which is removed at its end.
+        job: The call of the launch.
+        folder: The folder of the launch. The run owns it, and removes it at the end.
 
     Attributes:
-        number: The number of the submitted job, set before the start of the run.
+        number: Slurm's number of the submitted job. `start_batch` sets it before the run starts.
     """
 
     def __init__(self, job: Job, folder: Folder) -> None:
         super().__init__(job, RunOutput.of(job.platform, job.name, job.number))
         self._platform = job.platform
         self._folder = folder
-        self._start: JobStart  # the start that is followed, from the beginning of `_supervise`
         self._is_cancelled = False
         self._history: list[str] = []
-        self._requests = itertools.count(1)  # of stacks; the tasks count from 1
+        self._requests = itertools.count(1)  # numbers of requests for stacks
         self.number = ""
+        # `_supervise` sets these, because their paths have the number of the job
+        self._start: JobStart  # the start that this run follows
+        self._files: list[JobPaths]  # by rank
+        self._taken: Counter[Path] = Counter()  # bytes of each file that the transcripts have
         folder.call.write_bytes(job.pack().block.to_bytes())
 
     # -- any thread
@@ -132,8 +140,8 @@ class BatchRun(Run):
 
     def preempt(self) -> None:
         start = commands.job_state(self.number).requeues
-        with contextlib.suppress(OSError):  # the launch ends, and removes its folder
-            # A task that still starts would die of the signal
+        with contextlib.suppress(OSError):  # the launch has ended, and has removed its folder
+            # The signal would kill a task that has not set its handler yet
             if self._folder.has("begun", start):
                 commands.signal_job(self.number, "USR2")
 
@@ -146,32 +154,29 @@ class BatchRun(Run):
             return {}
         until = time.monotonic() + _STACKS_S
         number = next(self._requests)
-        start = self._start  # the thread of the launch may follow another one meanwhile
+        start = self._start  # read once: the thread of the run may follow another one meanwhile
         # That thread adds outcomes. A set of the keys is made in one atomic step
         running = {*range(self._platform.world_size)} - {*start.outcomes}
         answers: dict[int, str] = {}
-        with contextlib.suppress(OSError):  # the launch ends, and removes its folder
+        with contextlib.suppress(OSError):  # the launch has ended, and has removed its folder
             request = self._folder.request_stacks(start.number, number)
             missing = running
             while missing and time.monotonic() < until:
                 time.sleep(_FOLDER_POLL_S)
                 answers |= self._folder.answers(number, missing)
                 missing = running - {*answers} - {*start.outcomes}
+            # After Ctrl-C it stays until the folder is removed: ranks answer it once
             request.unlink()
         have_ended = {*start.outcomes} - {*answers}
         return {rank: answers.get(rank, _NO_ANSWER) for rank in sorted(running - have_ended)}
 
-    # -- the thread of the launch
+    # -- the thread of the run
 
     def _supervise(self) -> Ending:
-        import submitit.core.utils
+        from submitit.core.utils import JobPaths
 
         ranks = range(self._platform.world_size)
-        self._transcripts = self.output.transcripts
-        self._files = [
-            submitit.core.utils.JobPaths(self._folder.submitit, self.number, rank) for rank in ranks
-        ]
-        self._taken: Counter[Path] = Counter()  # bytes of output that the transcripts have
+        self._files = [JobPaths(self._folder.submitit, self.number, rank) for rank in ranks]
         self._begin(0)
         _followed.add(self)
         try:
@@ -182,40 +187,44 @@ class BatchRun(Run):
             self._folder.remove()
 
     def _begin(self, number: int) -> None:
-        """Follow another start of the job."""
+        """Follow the start with this number."""
         # The flag first: while it is set, other threads request the stacks of `_start`
         self._has_begun = False
         self._start = JobStart(number, self._platform, self._folder, self.number)
 
     def _follow(self) -> Ending:
-        """Wait for the end of the job."""
+        """Wait for the end of the job, and return how its last start ended."""
         submitted_at = polled_at = time.monotonic()
         while True:
+            # Read the files of the tasks
             self._take_output()
             self._take_outcomes()
             start = self._start
             if not self._has_begun and self._folder.has("begun", start.number):
                 self._has_begun = True
                 start.began_at = time.monotonic()
-                # At once, to know the nodes: a job that ends does not list all of them
+                # Poll at once, to know the nodes: a job that ends does not list all of them
                 polled_at = -math.inf
             if not start.is_ending and start.shows_end():
                 start.ended_at = time.monotonic()
-            if (ending := self._interruption()) is not None:
+            ending = self._interruption()
+            if ending is not None:
                 return ending
+
+            # Read the state of the job, if it is time
             poll_at = polled_at + _poll_pause(time.monotonic() - submitted_at)
             if start.is_ending or time.monotonic() >= poll_at:
-                ending = self._judge(commands.job_state(self.number))
+                ending = self._act_on_state(commands.job_state(self.number))
                 if ending is not None:
                     return ending
-                polled_at = time.monotonic()  # scontrol may take long
+                polled_at = time.monotonic()  # now, because scontrol may take long
             time.sleep(_FOLDER_POLL_S)
 
     def _take_output(self) -> None:
         """Add the new output of the tasks to the transcripts."""
         # One listing is cheaper than an attempt to open each file. Most may not exist yet
         names = os.listdir(self._folder.submitit)  # noqa: PTH208 (names only)
-        for transcript, files in zip(self._transcripts, self._files, strict=True):
+        for transcript, files in zip(self.output.transcripts, self._files, strict=True):
             for stream, path in ((1, files.stdout), (2, files.stderr)):
                 if path.name not in names:
                     continue
@@ -238,17 +247,18 @@ class BatchRun(Run):
             if not report:
                 continue
             word, value = pickle.loads(report)
-            if word != "success":  # submitit's own word: the value is a traceback
+            if word != "success":  # submitit reports an error, and its traceback as the value
                 # The error names the host of the rank
                 self._start.note_hosts(commands.job_state(self.number))
-                raise _error_of_task(self._start.places()[rank], value)
-            number, outcome = value
+                places = self._start.places()
+                raise _error_of_task(places[rank], value)
+            start_number, outcome = value
             # Otherwise the file is of an earlier start, and the task has not removed it yet
-            if number == self._start.number:
+            if start_number == self._start.number:
                 outcomes[rank] = outcome
 
     def _interruption(self) -> Ending | None:
-        """Return the ending of a launch that was cancelled, or that has reached its own limit."""
+        """Return the ending of a launch that was cancelled, or has reached its limit; else None."""
         if self._is_cancelled:
             return Ending.of_cancelled()
         limit_min = self._platform.timeout_min
@@ -256,14 +266,16 @@ class BatchRun(Run):
             return None
         # Infinite until the ranks have met: time in the queue does not count
         limit_at = self._start.began_at + 60 * limit_min
-        # Ranks that end already have a better reason than the limit
+        # If ranks end already, they report the reason
         if time.monotonic() < limit_at or self._start.is_ending:
             return None
         timed_out = f"not done after timeout_min={limit_min:g} minutes"
         return Ending({}, timed_out=timed_out, stacks=self.stacks())
 
-    def _judge(self, state: commands.JobState) -> Ending | None:
-        """Return the ending of the launch. Return None while the job runs, and if it starts again.
+    def _act_on_state(self, state: commands.JobState) -> Ending | None:
+        """Follow the next start, or requeue a job that has failed, or return how the job ended.
+
+        Return None while the job runs, and if it starts again.
 
         Raises:
             LaunchError: If something else than the ranks has ended the job.
@@ -272,24 +284,27 @@ class BatchRun(Run):
         start.note_hosts(state)
         if state.requeues > start.number:
             return self._follow_next(state.requeues)
-        # scontrol shows no state if the controller does not answer. That must not keep the results
-        # of tasks that have ended
+        # Without an answer of the controller, the state is unknown. This process must not withhold
+        # the results of tasks that have ended
         exit_limit = start.ended_at + _TASK_EXIT_S
         is_silent = state.name == "UNKNOWN" and time.monotonic() > exit_limit
         if not (state.is_over or is_silent):
             return None
-        # The tasks may have written these between the last look and their exit
+
+        # The job is over: read the files that its tasks wrote before their exit
         self._take_outcomes()
         if not start.shows_end():
             time.sleep(_FILE_DELAY_S)
             self._take_outcomes()
         self._take_output()
+
+        # Requeue the job after a failure, or return how it ended
         failures = self._failures_before(start.number)
         try:
             ending = self._complete(self._final_outcomes(state))
         except LaunchError as error:
-            # `_outcome_of_lost_node` raises it if no rank can be blamed, because the number of the
-            # lost node is unknown. The job may start again all the same
+            # With NODE_FAIL, `_outcome_of_lost_node` has raised it: the number of the lost node is
+            # unknown, so it can blame no rank. The job may start again all the same
             if state.name != "NODE_FAIL" or failures >= self._platform.max_restarts:
                 raise
             refusal = self._requeue("lost a node")
@@ -307,19 +322,20 @@ class BatchRun(Run):
     def _requeue(self, summary: str) -> str | None:
         """Requeue the job after a failed start, and follow its next start.
 
-        Return a note for the error if Slurm refuses.
+        Return a note for the error if Slurm refuses; None otherwise.
         """
         self._folder.mark("failed", self._start.number)  # first: tasks of the next start count it
-        if reason := commands.requeue_job(self.number):
+        reason = commands.requeue_job(self.number)
+        if reason is not None:
             return f"Slurm refused to requeue the job: {reason}"
-        self._note(summary)
+        self._note_attempt(summary)
         self._begin(self._start.number + 1)
         return None
 
     def _follow_next(self, number: int) -> Ending | None:
-        """Follow a later start of the job, which something else than this process has requeued.
+        """Follow a later start of a job that something else than this process has requeued.
 
-        Return the ending of the launch instead if that was a failure, such as the loss of a node,
+        Return how the launch ended instead, if the last start failed, as after the loss of a node,
         and `max_restarts` allows no more. A user's requeue or a preemption is not a failure.
 
         Raises:
@@ -327,8 +343,8 @@ class BatchRun(Run):
         """
         start = self._start
         earlier = self._failures_before(start.number)
-        # Slurm counts the start before slurmstepd has written why it ended the last one. Until that
-        # is in the log, the last one counts as a failure
+        # Slurm counts the new start before slurmstepd has logged why it ended the last one. Until
+        # then, the last one counts as a failure
         until = time.monotonic() + _FILE_DELAY_S
         while True:
             failures = self._failures_before(number)
@@ -339,14 +355,15 @@ class BatchRun(Run):
         if failures > earlier:
             if failures > self._platform.max_restarts:
                 return self._complete(self._outcome_of_lost_node())
-            self._note("lost a node" if start.has_lost_node() else "was ended by Slurm")
+            summary = "lost a node" if start.has_lost_node() else "was ended by Slurm"
+            self._note_attempt(summary)
         self._begin(number)
         return None
 
     def _failures_before(self, start: int) -> int:
         return self._folder.failures(start, self.number)
 
-    def _note(self, summary: str) -> None:
+    def _note_attempt(self, summary: str) -> None:
         self._history.append(f"attempt {self._start.number} {summary}")
         _log.warning("%s: %s; its ranks start again", self.job.name, self._history[-1])
 
@@ -368,24 +385,22 @@ class BatchRun(Run):
         Raises:
             LaunchError: If something else than the ranks has ended the job.
         """
-        outcomes, size = dict(self._start.outcomes), self._platform.world_size
-        returned = [each for each in outcomes.values() if isinstance(each, Returned)]
-        causes = [
-            each
-            for each in outcomes.values()
-            if isinstance(each, (Raised, Died)) and not counts_as_echo(each)
-        ]
-        # The reports of the ranks explain the end: nothing that Slurm says may replace them
-        if causes or len(returned) == size:
+        outcomes = dict(self._start.outcomes)
+        size = self._platform.world_size
+        n_returned = sum(isinstance(each, Returned) for each in outcomes.values())
+        failures = [each for each in outcomes.values() if isinstance(each, (Raised, Died))]
+        is_cause_known = not all(counts_as_echo(each) for each in failures)
+        # The reports of the ranks explain the end better than the state of the job
+        if is_cause_known or n_returned == size:
             return outcomes
         if state.name == "NODE_FAIL":
             return self._outcome_of_lost_node()
         self._raise_for(state)
-        outcomes |= self._start.deaths()  # of ranks without a report, or one of a SIGTERM alone
-        if state.name == "COMPLETED" and self._has_begun:  # else no rank may have started
+        # They replace reports of a SIGTERM
+        outcomes |= self._start.deaths()
+        if state.name == "COMPLETED" and self._has_begun:  # otherwise no rank may have started
             for rank in range(size):  # srun does not name tasks that exit with 0
-                # The time and the process are unknown, so all failures with a time come before
-                outcomes.setdefault(rank, Died(at=math.inf, pid=0, code=0))
+                outcomes.setdefault(rank, unreported_death(0))
         if first_failure(outcomes) is None:
             raise self._error_of_end(state)
         return outcomes
@@ -399,8 +414,7 @@ class BatchRun(Run):
         start, number, name = self._start, self.number, self.job.name
         node = start.number_of_lost_node()
         if node is not None:
-            # `at` does not matter for the only outcome
-            died = Died(at=0.0, pid=0, code=None, lost_with=f"its node, in Slurm job {number}")
+            died = unreported_death(None, lost_with=f"its node, in Slurm job {number}")
             return {node * self._platform.ranks_per_node: died}
         state = commands.job_state(number)
         if state.name == "NODE_FAIL" or start.log_names_lost_node():  # its number is unknown
@@ -423,17 +437,20 @@ class BatchRun(Run):
         raise error
 
     def _complete(self, outcomes: dict[int, Outcome]) -> Ending:
-        """Complete the transcripts by tracebacks of ranks, and deaths by their last output."""
-        for rank in range(self._platform.world_size):
+        """Return the ending of a start, from the outcomes of some ranks. The others were ended.
+
+        The transcripts get the tracebacks of ranks, and deaths get the last output of theirs.
+        """
+        for rank, transcript in enumerate(self.output.transcripts):
             outcome = outcomes.setdefault(rank, Ended(time.time()))
             if isinstance(outcome, Raised):
-                self._transcripts[rank].record(outcome.traceback)
+                transcript.record(outcome.traceback)
             elif isinstance(outcome, Died) and not outcome.last_words:
-                outcomes[rank] = replace(outcome, last_words=self._transcripts[rank].last_words())
+                outcomes[rank] = replace(outcome, last_words=transcript.last_words())
         return Ending(outcomes, places=self._start.places(), history=[*self._history])
 
     def _raise_for(self, state: commands.JobState) -> None:
-        """Raise the error of a final state that explains the end of the ranks."""
+        """Raise the error of a final state that explains the end of the ranks, and of no other."""
         name, job = self.job.name, f"Slurm job {self.number}"
         # Slurm forgets an array element that is cancelled before it starts
         never_started = state.name == "FORGOTTEN" and not self._has_begun
@@ -451,7 +468,7 @@ class BatchRun(Run):
             if shown:
                 msg += f". Stacks:{shown.rstrip()}"
             raise LaunchTimeoutError(msg, stacks=stacks)
-        # A rank that was killed for its memory is the better report
+        # Without a death: srun names a rank that was killed for its memory
         if state.name == "OUT_OF_MEMORY" and not self._start.deaths():
             msg = (
                 f"{name} used more memory than {job} had reserved, {self._platform.ram} GB per node"
@@ -471,30 +488,25 @@ class BatchRun(Run):
             f"({state.fields.get('Reason')}) before its ranks had returned"
         )
         error = LaunchError(msg)
-        last_output = [read_text(self._start.log)]
-        last_output += [each.last_words() for each in self._transcripts]
-        shown = [text for text in last_output if text]
-        error.add_note("\n".join(["the last output of srun and of the tasks:", *shown]))
-        root = self._folder.root
+        lines = ["the last output of srun and of the tasks:", read_text(self._start.log)]
+        lines += [each.last_words() for each in self.output.transcripts]
+        error.add_note("\n".join(filter(None, lines)))
         error.add_note(
-            f"all nodes must share the file system of {root}. PARAWRAP_LAUNCH_DIR names another "
-            "folder"
+            f"all nodes must share the file system of {self._folder.root}. PARAWRAP_LAUNCH_DIR "
+            "names another folder"
         )
         return error
 
 
 def _poll_pause(age_s: float) -> float:
-    """Return the pause between two calls of scontrol, from the age of the job.
-
-    One controller answers for all jobs of a cluster.
-    """
+    """Return the pause between two calls of scontrol, from the age of the job."""
     pause_s = min(max(_POLL_S, age_s / 5), _LONGEST_POLL_S)
-    return pause_s * max(1.0, len(_followed) / _JOBS_PER_POLL)
+    return pause_s * max(1.0, len(_followed) / _JOBS_PER_PAUSE)
 
 
 def _error_of_task(place: str, traceback: str) -> LaunchError:
     """Return the error of a task that ended before it could run this package."""
-    reason = traceback.strip().rpartition("\n")[2]
+    _, _, reason = traceback.strip().rpartition("\n")
     error = LaunchError(f"{place} cannot run parawrap: {reason}")
     error.add_note(
         "the Python there is the one of this process, and must find torch and "

@@ -1,4 +1,4 @@
-"""One start of a batch job: how its ranks have ended so far, and what Slurm says of them.
+"""One start of a batch job: how its ranks have ended so far, and how Slurm describes them.
 
     files of the tasks ──► outcomes of ranks
     log of srun        ──► deaths of ranks, lost nodes
@@ -6,8 +6,8 @@
 
 A requeued job starts again. `BatchRun` then follows another `JobStart`.
 
-Deaths come from the log, which says when no rank died: `at` is infinite, after all failures that
-ranks have reported themselves. Process ids of other machines mean nothing here: `pid` is 0.
+Deaths come from the log, which has no times: `at` is infinite, so deaths come after all failures
+that ranks have reported themselves. Process ids of other machines mean nothing here: `pid` is 0.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from parawrap.processes.outcomes import (
 
 # The line of srun before it ends all other tasks, because one has failed
 _ENDS_ALL = "_step_signal: Terminating"
-# The line of srun about tasks that have ended. It also lists tasks that still run
+# The line of srun about tasks that have ended. Such lines also list tasks that still run
 _DEATH = re.compile(r"srun: (?:error: \S+:|StepId=\S+) tasks? ([\d,-]+): (?!running)(.+)")
-# The words of srun and of slurmstepd, if their own node is still there. Only srun names the node
+# The lines of srun and of slurmstepd, if their own node is still there. Only srun names the node
 _LOST_NODES = re.compile(r"srun: error: Node failure on (\S+)")
 _LOST_A_NODE = re.compile(r"srun: error: Node failure on|DUE TO NODE FAILURE")
 
@@ -45,17 +45,17 @@ class JobStart:
     Other threads copy the keys of `outcomes`, which is one step. Only the thread of the launch adds
     to them, and it removes none.
 
-    srun and slurmstepd write to one log, to which all starts append. `deaths` reads it from the
-    place where it ended when this object was made. The methods about lost nodes read what stands
-    between the lines with which this start and the next one begin.
+    All starts append to one log, `log`. `deaths` reads the bytes that were added since this object
+    was made. The methods about lost nodes read the part from the line that begins this start to the
+    line that begins the next one.
 
     Attributes:
         number: The number of earlier starts.
         outcomes: How ranks ended, as their tasks report it.
-        log: The log of the batch script and srun, to which all starts append.
+        log: The log of the batch script, srun, and slurmstepd.
         hosts: The hosts of all nodes, in order. Empty until Slurm has listed all.
         began_at: When the ranks met, by the monotonic clock. Infinite before.
-        ended_at: When the first sign of the end was seen. Infinite before.
+        ended_at: When this process saw the first sign of the end. Infinite before.
     """
 
     def __init__(self, number: int, platform: PlatformFields, folder: Folder, job: str) -> None:
@@ -76,12 +76,13 @@ class JobStart:
         return self.ended_at < math.inf
 
     def shows_end(self) -> bool:
-        """True if the outcomes of ranks, or the words of srun, say that all tasks end."""
+        """True if the outcomes of ranks, or the log of srun, show that all tasks end."""
         outcomes = self.outcomes.values()
         if len(outcomes) == self._platform.world_size:
             return True
         for outcome in outcomes:
-            # A rank with an echo stays for a while: srun must first report the rank with the cause
+            # The task of an echo waits before it exits: srun must first report the rank with the
+            # cause
             waits_for_others = isinstance(outcome, (Returned, Requeued)) or counts_as_echo(outcome)
             if not waits_for_others:
                 return True
@@ -89,17 +90,18 @@ class JobStart:
 
     def deaths(self) -> dict[int, Died]:
         """Return the deaths of the ranks that ended first, and did not report how."""
-        # srun ends the tasks that its log lists after that line
-        log, *_ = read_text(self.log, self._log_begin).partition(_ENDS_ALL)
+        # The tasks that the log lists after that line were ended by srun
+        log, _, _ = read_text(self.log, self._log_begin).partition(_ENDS_ALL)
         deaths: dict[int, Died] = {}
-        for ranks, how in _DEATH.findall(log):
+        for ranks, words in _DEATH.findall(log):
             for rank in _numbers_in(ranks):
                 reported = self.outcomes.get(rank)
                 if reported is None:
-                    deaths[rank] = _death(how.strip())
+                    deaths[rank] = _read_death(words.strip())
                 elif isinstance(reported, Ended):
-                    # The rank reported a SIGTERM, which did not come from Slurm
-                    deaths[rank] = Died(at=math.inf, pid=0, code=-signal.SIGTERM)
+                    # The rank reported a SIGTERM. It did not come from Slurm, as srun had not yet
+                    # ended tasks
+                    deaths[rank] = unreported_death(-signal.SIGTERM)
         return deaths
 
     # -- nodes
@@ -133,7 +135,7 @@ class JobStart:
         return self.log_names_lost_node() or self.number_of_lost_node() is not None
 
     def number_of_lost_node(self) -> int | None:
-        """Return the number of the first node that is known to be lost.
+        """Return the number of the first node that is known to be lost; None without one.
 
         A restart alone shows no lost node: an operator or a plugin may have requeued the job.
         """
@@ -141,14 +143,14 @@ class JobStart:
             return 0
         named: set[str] = set()
         for nodes in _LOST_NODES.findall(self._log_of_start()):
-            named.update(map(_short_name, commands.hosts_of(nodes)))
+            named.update(_short_name(host) for host in commands.hosts_of(nodes))
         for node, host in enumerate(self.hosts):
             if _short_name(host) in named or commands.is_down(host):
                 return node
         return None
 
     def _log_of_start(self) -> str:
-        """Return what srun and slurmstepd wrote of this start."""
+        """Return the part of the log that belongs to this start."""
         return self._folder.logs_of_starts(self._job).get(self.number, "")
 
 
@@ -157,20 +159,19 @@ def _short_name(host: str) -> str:
     return host.partition(".")[0]
 
 
-def _death(how: str) -> Died:
+def _read_death(words: str) -> Died:
     """Return the death that srun reports.
 
     Its words are "exited", "Exited with exit code 7", or the description of a signal.
     """
-    exited = re.match(r"(?i)exited(?: with exit code (\d+))?", how)
+    exited = re.match(r"(?i)exited(?: with exit code (\d+))?", words)
     if exited:
-        return Died(at=math.inf, pid=0, code=int(exited[1] or 0))
+        return unreported_death(int(exited[1] or 0))
+    description = words.removesuffix(" (core dumped)")
     for number in signal.valid_signals():
-        description = signal.strsignal(number)
-        # srun may add "(core dumped)"
-        if description and how.startswith(description):
-            return Died(at=math.inf, pid=0, code=-number)
-    return Died(at=math.inf, pid=0, code=None, lost_with=f"its task: {how}")
+        if signal.strsignal(number) == description:
+            return unreported_death(-number)
+    return unreported_death(None, lost_with=f"its task: {words}")
 
 
 def _numbers_in(text: str) -> Iterable[int]:
@@ -179,10 +180,15 @@ def _numbers_in(text: str) -> Iterable[int]:
         yield from range(int(first), int(last or first) + 1)
 
 
-def read_file(path: Path, start: int = 0) -> bytes:
-    """Return a file from this position on, or nothing before it exists.
+def unreported_death(code: int | None, lost_with: str = "") -> Died:
+    """Return a death that no rank has reported: its time and its process are not known here."""
+    return Died(at=math.inf, pid=0, code=code, lost_with=lost_with)
 
-    It is opened for each read, because network file systems then show what is new.
+
+def read_file(path: Path, start: int = 0) -> bytes:
+    """Return the bytes of a file from this position on, and none before the file exists.
+
+    The file is opened for each read, because network file systems then show its new bytes.
     """
     try:
         with path.open("rb") as file:
@@ -193,5 +199,5 @@ def read_file(path: Path, start: int = 0) -> bytes:
 
 
 def read_text(path: Path, start: int = 0) -> str:
-    """Return the text of a file from this position on, or nothing before it exists."""
+    """Return the text of a file from this position on, and none before the file exists."""
     return read_file(path, start).decode(errors="replace")

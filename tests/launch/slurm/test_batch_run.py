@@ -195,11 +195,12 @@ def test_stacks_of_ranks_that_do_not_answer(monkeypatch):
         ("exited", Died(math.inf, 0, 0)),
         ("Killed", Died(math.inf, 0, -signal.SIGKILL)),
         ("Segmentation fault (core dumped)", Died(math.inf, 0, -signal.SIGSEGV)),
+        ("Real-time signal 10", Died(math.inf, 0, -signal.SIGRTMIN - 10)),
         ("Out Of Memory", Died(math.inf, 0, None, lost_with="its task: Out Of Memory")),
     ],
 )
 def test_words_of_srun_name_a_death(words, died):
-    assert job_start._death(words) == died
+    assert job_start._read_death(words) == died
 
 
 def test_only_the_first_ends_are_deaths():
