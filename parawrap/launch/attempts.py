@@ -1,4 +1,4 @@
-"""The attempts of a launch, one after the other, on any machines that give ranks.
+"""The attempts of a launch, one after the other, on any `Machines`.
 
 All ranks restart together, as in torch.distributed.elastic. The ranks of each attempt form a new
 world, and their ``restart`` is the number of earlier attempts.
@@ -36,7 +36,7 @@ _log = logging.getLogger("parawrap.launch")
 
 
 class PoolRun(Run):
-    """A run whose ranks are in pools, one after the other. Its thread owns the pool."""
+    """A run that has a pool per attempt. Its thread owns the pool. Others only post to it."""
 
     def __init__(self, job: Job, machines: Machines, output: RunOutput) -> None:
         super().__init__(job, output)
@@ -48,7 +48,8 @@ class PoolRun(Run):
     def cancel(self) -> None:
         # The flag first: the thread of the run reads it after it has set `_pool`
         self._is_cancelled = True
-        if (pool := self._pool) is not None:
+        pool = self._pool
+        if pool is not None:
             pool.post(pool.cancel)
 
     def stacks(self) -> dict[int, str]:
@@ -67,13 +68,14 @@ class PoolRun(Run):
     def _open_pool(
         self, *, restart: int = 0, up_at: float | None = None, stays: bool = False
     ) -> Iterator[Pool | None]:
-        """Wait for machines, and start the ranks.
+        """Wait for machines, start the ranks, and yield their pool. All ranks end with the block.
 
-        No process is left after the block. Yield None if cancelled before.
+        Yield None if the run is cancelled while it waits.
 
         Args:
             restart: The number of earlier attempts.
-            up_at: When the time limit of the whole launch is over. None counts it for each call.
+            up_at: When the time limit of the whole launch is over, by the monotonic clock. None
+                limits each call instead.
             stays: True if the ranks make more than one call.
         """
         platform = self.job.platform
@@ -81,7 +83,7 @@ class PoolRun(Run):
             if hosts is None:
                 yield None
                 return
-            # From here on, other threads post to the pool. After its `close`, a post does nothing
+            # From here on, other threads post to the pool. After `close`, a post does nothing
             self._pool = pool = Pool(
                 hosts.starter,
                 self._assignments(hosts, restart, stays=stays),
@@ -91,7 +93,7 @@ class PoolRun(Run):
                 hang_s=platform.hang_timeout_s,
             )
             try:
-                # `cancel` may have come before it could see the pool
+                # `cancel` sets the flag, and then reads `_pool`: it may have read None
                 if self._is_cancelled:
                     pool.cancel()
                 pool.start()
@@ -102,7 +104,8 @@ class PoolRun(Run):
 
     def _assignments(self, hosts: Hosts, restart: int, *, stays: bool) -> list[Assignment]:
         """Return the first message of each rank."""
-        platform, sent = self.job.platform, self.job.platform.as_sent()
+        platform = self.job.platform
+        sent = platform.as_sent()
         variables = platform.device_variables
         assignments = []
         for rank in range(platform.world_size):
@@ -132,17 +135,18 @@ class Attempts(PoolRun):
         self._is_preempted = False
 
     def preempt(self) -> None:
-        # The flag first: an attempt that sets `_pool` after this look reads it then
+        # The flag first: an attempt whose pool this does not see reads the flag
         self._is_preempted = True
-        if (pool := self._pool) is not None:
+        pool = self._pool
+        if pool is not None:
             pool.post(pool.preempt)
 
     def _supervise(self) -> Ending:
         platform = self.job.platform
         limit_min = platform.timeout_min
         up_at = None if limit_min is None else time.monotonic() + 60 * limit_min
-        restart = 0  # the number of earlier attempts, whatever ended them
-        failures = 0  # of these, the ones that failed: `max_restarts` limits them
+        restart = 0  # the number of earlier attempts
+        failures = 0  # the number of those that failed, which `max_restarts` limits
         try:
             while True:
                 ending, is_preempted = self._make_attempt(restart, up_at)
@@ -154,16 +158,10 @@ class Attempts(PoolRun):
                 if not is_requested:
                     failures += 1
                 summary = summary_of_attempt(ending, is_preempted=is_preempted)
-                self._history.append(f"attempt {restart} {summary}")
+                note_attempt(self.job, self._history, restart, summary)
                 restart += 1
-                _log.warning(
-                    "%s: %s; its ranks start again (restart %d)",
-                    self.job.name,
-                    self._history[-1],
-                    restart,
-                )
         except LaunchError:
-            # Starting ranks ends with an error too if the launch is cancelled meanwhile
+            # A cancel that comes while ranks start may make the start fail
             if self._is_cancelled:
                 return Ending.of_cancelled()
             raise
@@ -171,7 +169,7 @@ class Attempts(PoolRun):
             self._machines.close()
 
     def _make_attempt(self, restart: int, up_at: float | None) -> tuple[Ending, bool]:
-        """Start the ranks, make the call, and end them.
+        """Start the ranks, make the call, and end the ranks.
 
         Return how they ended, and True if they were preempted.
         """
@@ -185,7 +183,7 @@ class Attempts(PoolRun):
             if ending.is_success:
                 ranks = range(self.job.platform.world_size)
                 ending = pool.call(Call(self.job.name, ranks, self._packed))
-            # If not, the order came too late for this attempt, and holds for the next one
+            # Otherwise an order to preempt came too late for this attempt. The next one obeys it
             if pool.preempted:
                 self._is_preempted = False
             return ending, pool.preempted
@@ -201,18 +199,24 @@ def may_restart(ending: Ending, platform: PlatformFields, failures: int) -> bool
 
 
 def requests_restart(ending: Ending, *, is_preempted: bool) -> bool:
-    """True if ranks requested a restart, or were ended as they were late after a preemption."""
+    """True if a rank called `requeue`, or was ended ``grace_s`` after a preemption."""
     if ending.has_given_up:
         return False
     failed = first_failure(ending.outcomes)
     if failed is not None:
-        # The end of a rank that is late breaks its connections to other ranks
+        # The end of a late rank breaks its connections to other ranks
         is_consequence = is_preempted and counts_as_echo(ending.outcomes[failed])
         if not is_consequence:
             return False
-    # Without a preemption, a rank is ended because another one failed
-    wanted = (Requeued, Ended) if is_preempted else (Requeued,)
-    return any(isinstance(each, wanted) for each in ending.outcomes.values())
+    # `Ended` alone means little: without a preemption, a rank is ended because another one failed
+    requests = (Requeued, Ended) if is_preempted else (Requeued,)
+    return any(isinstance(each, requests) for each in ending.outcomes.values())
+
+
+def note_attempt(job: Job, history: list[str], restart: int, summary: str) -> None:
+    """Add an attempt to the history of a launch, and log that its ranks start again."""
+    history.append(f"attempt {restart} {summary}")
+    _log.warning("%s: %s; its ranks start again (restart %d)", job.name, history[-1], restart + 1)
 
 
 def summary_of_attempt(ending: Ending, *, is_preempted: bool) -> str:
@@ -221,7 +225,7 @@ def summary_of_attempt(ending: Ending, *, is_preempted: bool) -> str:
     if failed is not None:
         outcome = ending.outcomes[failed]
         assert isinstance(outcome, (Raised, Died))
-        verb = "raised " if isinstance(outcome, Raised) else ""  # other summaries have one
+        verb = "raised " if isinstance(outcome, Raised) else ""  # other summaries have a verb
         return f"failed: rank {failed} {verb}{outcome.summary}"
     if not is_preempted:
         return "requested a restart"

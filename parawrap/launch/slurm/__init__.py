@@ -8,8 +8,8 @@ word         | meaning in Slurm
 batch job    | a script that `sbatch` submits. It waits in a queue, and then runs on the first of
              | the nodes that Slurm has reserved for it
 task         | a process that `srun` starts, called in the script: here one per rank
-requeue      | end a job, and put it back into the queue with its number. A user, an operator, a
-             | preemption, or the loss of a node may cause it
+requeue      | to end a job, and to put it back into the queue with its number. A user, an
+             | operator, a preemption, or the loss of a node may cause it
 start        | (a word of parawrap) a run of the script. The first has number 0, and each requeue
              | adds one: SLURM_RESTART_COUNT
 job array    | jobs of one script that are submitted together. `7_0` and `7_1` are elements of 7

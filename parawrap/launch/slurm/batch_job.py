@@ -14,20 +14,22 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from pathlib import Path
 from typing import Any
 
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._devices import Device
 from parawrap.launch._platform_fields import PlatformFields
-from parawrap.launch.slurm.launch_folder import START_LINE, Folder, is_control
+from parawrap.launch.slurm.launch_folder import CONTROL_CHARACTERS, START_LINE, Folder
 from parawrap.launch.slurm.task import run_rank
 
 # Slurm's time limit is later than the launch's own limit, because only the launch's error shows the
-# ranks' stacks.
+# ranks' stacks
 _SLACK_MIN = 2.0
 
-# Submitit handles these parameters itself. All others go to sbatch unchanged.
-_OWN = ("array_parallelism", "setup", "signal_delay_s", "srun_args", "teardown")
+# Parameters that submitit handles itself. All others go to sbatch unchanged
+_OF_SUBMITIT = ("array_parallelism", "setup", "signal_delay_s", "srun_args", "teardown")
+# Options that would change the tasks, or hide their output from `BatchRun`
 _REFUSED = (
     "nodes",
     "ntasks",
@@ -39,9 +41,9 @@ _REFUSED = (
     "stderr_to_stdout",
 )
 
-# These variables only choose where, for how long, and for whom a job runs. Users set them for all
-# their jobs, so they hold where neither the platform nor its additional parameters say otherwise.
-# Each is with its option of sbatch.
+# Variables of sbatch, and the option that each one sets. They only choose where, for how long, and
+# for whom a job runs. Users set them for all their jobs, so they hold unless the platform or its
+# additional parameters set the option
 _CHOICES = {
     "SBATCH_ACCOUNT": "account",
     "SBATCH_CLUSTERS": "clusters",
@@ -54,12 +56,11 @@ _CHOICES = {
 }
 
 # Starts submitit in three steps:
-# - SIGUSR2 is blocked: it waits until the rank takes it, and does not end processes that the rank
-#   starts. `env --block-signal` does the same, but not on systems as old as those that torch
-#   supports.
-# - The folder, which is the last argument, must belong to this user: submitit unpickles its files.
-# - With -P, the working folder is not first in the import path, where a file `random.py` would
-#   replace Python's.
+# - Block SIGUSR2: it waits until the rank takes it, and does not end processes that the rank
+#   starts. `env --block-signal` does the same, but torch supports systems without it.
+# - Check that the folder, the last argument, belongs to this user: submitit unpickles its files.
+# - Run Python with -P. Otherwise the working folder would be first in the import path, and a file
+#   `random.py` there would replace Python's.
 _STARTER = (
     "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2,)); "
     "os.stat(sys.argv[-1]).st_uid == os.geteuid() or "
@@ -68,11 +69,15 @@ _STARTER = (
     "os.execv(sys.executable, [sys.executable, '-P', *sys.argv[1:]])"
 )
 PYTHON = f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(_STARTER)}"
-"""The command of the tasks, in place of ``python``. The last argument is the submitit folder."""
+"""The command of the tasks, in place of ``python``. Its last argument is the submitit folder.
 
-# While one thread submits, the environment lacks variables: another must not take that for its
-# usual state, and restore it.
-_changing = threading.Lock()
+It imports only the standard library: -I leaves out the working folder and the variables of Python,
+and -S the packages.
+"""
+
+# Held while `_without_options_in_environment` hides variables. Another thread would take the rest
+# for the whole environment, and restore only that
+_hiding = threading.Lock()
 
 
 def job_script(platform: PlatformFields) -> str:
@@ -82,7 +87,8 @@ def job_script(platform: PlatformFields) -> str:
 
     folder = Folder.planned(platform.name)
     command = f"{PYTHON} -u -m submitit.core._submit {shlex.quote(str(folder.submitit))}"
-    return str(_make_sbatch_string(command, folder.submitit, **_parameters(platform, folder)))
+    parameters = _parameters(platform, folder.log("%j"))
+    return str(_make_sbatch_string(command, folder.submitit, **parameters))
 
 
 def submit(
@@ -110,17 +116,18 @@ def submit(
                 "set launcher='local' to start the ranks here"
             )
             raise LaunchError(msg)
-    parameters = _parameters(platform, folders[0])
-    options = parameters["additional_parameters"]
-    if len(folders) > 1:
-        for name in ("output", "error"):
-            # The numbers of the array and of its element, in place of the number of the job
-            options[name] = options[name].replace("%j", "%A_%a")
+    is_array = len(folders) > 1
+    # The numbers of the array and of its element, or the number of the job
+    log = folders[0].log("%A_%a" if is_array else "%j")
+    parameters = _parameters(platform, log)
+    if is_array:
         parameters["array_parallelism"] = max_parallel or len(folders)
-    given = {name for name, value in parameters.items() if value is not None} | options.keys()
+    given = {name for name, value in parameters.items() if value is not None}
+    given |= parameters["additional_parameters"].keys()
     executor = submitit.SlurmExecutor(folders[0].submitit, python=PYTHON)
     executor.update_parameters(**parameters)
     try:
+        # The end of `batch` submits the calls as one job
         with _without_options_in_environment(given), executor.batch():
             jobs = [executor.submit(run_rank, str(folder.path), plan) for folder in folders]
     except submitit.core.utils.FailedJobError as error:
@@ -149,7 +156,7 @@ def _describe_refusal(error: Exception, platform: PlatformFields, jobs: int) -> 
 
 @contextlib.contextmanager
 def _without_options_in_environment(given: AbstractSet[str]) -> Iterator[None]:
-    """Hide variables that sbatch would read as options, for a moment.
+    """Hide variables that sbatch would read as options inside the block.
 
     They are those of a surrounding job, and SBATCH_*, which would override the script: for sbatch,
     a variable is stronger than a line of the script.
@@ -158,21 +165,21 @@ def _without_options_in_environment(given: AbstractSet[str]) -> Iterator[None]:
         given: The options that the script has.
     """
     # submitit starts sbatch with the environment of this process, so only this process can hide
-    # them. Other threads miss the variables until sbatch has answered.
-    with _changing:
+    # them. Other threads miss the variables until sbatch has answered
+    with _hiding:
         hidden = {name: value for name, value in os.environ.items() if _is_hidden(name, given)}
         try:
             for name in hidden:
                 os.environ.pop(name, None)
             yield
         finally:
-            os.environ |= hidden  # also those that Ctrl-C has left
+            os.environ |= hidden
 
 
 def _is_hidden(name: str, given: AbstractSet[str]) -> bool:
     if name.startswith("SBATCH_"):
         return name not in _CHOICES or _CHOICES[name] in given
-    # SLURM_CONF names the cluster, not a job.
+    # SLURM_CONF names the cluster, not a job
     return name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name != "SLURM_CONF"
 
 
@@ -188,10 +195,11 @@ def _import_submitit() -> Any:
     return submitit
 
 
-def _parameters(platform: PlatformFields, folder: Folder) -> dict[str, Any]:
+def _parameters(platform: PlatformFields, log: Path) -> dict[str, Any]:
     """Return the job's resources under submitit's names.
 
-    ``slurm_additional_parameters`` overrides the others.
+    ``slurm_additional_parameters`` overrides the others. `log` is the output of the script and
+    srun: submitit gives each task files of its own.
 
     Raises:
         PlatformError: If a value would end its line of the script.
@@ -201,20 +209,20 @@ def _parameters(platform: PlatformFields, folder: Folder) -> dict[str, Any]:
         limit_min = math.ceil(limit_min + platform.grace_s / 60 + _SLACK_MIN)
     has_gpus = platform.device == Device.GPU
     cpus = 1 if platform.device == Device.CPU else platform.n_cpus
-    own, options = _split_additional(platform.slurm_additional_parameters or {})
+    given = platform.slurm_additional_parameters or {}
+    of_submitit, options = _split_additional(given)
     _refuse_line_breaks(platform, options)
-    log = str(folder.log("%j"))  # each task has its own files
-    notice_s = own.pop("signal_delay_s", math.ceil(platform.grace_s))
-    # SUBMITIT_PREEMPT_SIGNAL of the environment would choose another signal.
-    signal = f"USR2@{notice_s}"
+    notice_s = of_submitit.pop("signal_delay_s", math.ceil(platform.grace_s))
+    # Not left to submitit, which reads SUBMITIT_PREEMPT_SIGNAL of this process
+    own_options = {"output": f"{log}", "error": f"{log}", "signal": f"USR2@{notice_s}"}
     start = START_LINE.format("${SLURM_RESTART_COUNT:-0}")
-    # Since Slurm 22.05, srun does not take --cpus-per-task over from the job.
     srun = [
         "--kill-on-bad-exit=1",
         f"--wait={max(1, math.ceil(platform.grace_s))}",
         "--export=ALL",
         "--open-mode=append",
         "--distribution=block",
+        # Since Slurm 22.05, srun does not take it from the job
         f"--cpus-per-task={options.get('cpus-per-task', cpus)}",
     ]
     return {
@@ -227,58 +235,60 @@ def _parameters(platform: PlatformFields, folder: Folder) -> dict[str, Any]:
         "mem": None if platform.ram is None else f"{math.ceil(1024 * platform.ram)}M",
         "time": limit_min,
         "wckey": None,  # submitit would set one
-        **own,
-        # These come after `own`, because they contain its lists
-        "additional_parameters": {"output": log, "error": log, "signal": signal} | options,
-        "srun_args": [*srun, *own.get("srun_args", ())],
+        **of_submitit,
+        # These come after `of_submitit`, because they contain its lists
+        "additional_parameters": own_options | options,
+        "srun_args": [*srun, *of_submitit.get("srun_args", ())],
         "setup": [
             f'echo "{start}"',
-            *own.get("setup", ()),
+            *of_submitit.get("setup", ()),
             "export SUBMITIT_LOG_LEVEL=CRITICAL SUBMITIT_PREEMPT_SIGNAL=USR2",
         ],
     }
 
 
 def _split_additional(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the parameters into submitit's own and options that go to ``sbatch`` unchanged.
+    """Split the parameters into those of submitit and options that go to ``sbatch`` unchanged.
 
-    submitit's own may have its prefix.
+    Those of submitit may have its prefix, ``slurm_``.
+
+    Raises:
+        PlatformError: If a name is refused.
     """
     named = {name.removeprefix("slurm_").replace("-", "_"): value for name, value in given.items()}
     nested = named.pop("additional_parameters", {})
     named |= {name.replace("-", "_"): value for name, value in nested.items()}
-    own: dict[str, Any] = {}
+    of_submitit: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for name, value in named.items():
+        if CONTROL_CHARACTERS.search(name):
+            msg = f"slurm_additional_parameters: {name!r} is not an option of sbatch"
+            raise PlatformError(msg)
         if name in _REFUSED:
             msg = (
                 f"slurm_additional_parameters={dict(given)!r}: leave {name} out, as n_nodes, "
                 "n_cpus, and n_gpus set the tasks, and parawrap reads their output"
             )
             raise PlatformError(msg)
-        if name in _OWN:
-            own[name] = value
+        if name in _OF_SUBMITIT:
+            of_submitit[name] = value
         else:
             options[name.replace("_", "-")] = value
-    return own, options
+    return of_submitit, options
 
 
 def _refuse_line_breaks(platform: PlatformFields, options: Mapping[str, Any]) -> None:
-    """Raise PlatformError if a name or a value contains a control character.
+    """Raise PlatformError if a value contains a control character.
 
-    Each becomes a line ``#SBATCH --NAME=VALUE`` of the script, and the rest of a value after a line
-    break would be a command.
+    Each option becomes a line ``#SBATCH --NAME=VALUE`` of the script. The text of a value after a
+    line break would be a command.
     """
     fields: dict[str, Any] = {"name": platform.name, "partition": platform.partition}
     fields |= {f"slurm_additional_parameters[{name!r}]": value for name, value in options.items()}
     for field, value in fields.items():
-        if any(map(is_control, f"{value}")):
+        if CONTROL_CHARACTERS.search(str(value)):
             msg = (
                 f"{field}={value!r}: it becomes one line of the batch script. Leave out line "
                 "breaks and other control characters"
             )
-            raise PlatformError(msg)
-    for name in options:
-        if any(map(is_control, name)):
-            msg = f"slurm_additional_parameters: {name!r} is not an option of sbatch"
             raise PlatformError(msg)

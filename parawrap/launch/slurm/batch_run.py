@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError
 from parawrap.launch._job import Job
-from parawrap.launch.attempts import may_restart, summary_of_attempt
+from parawrap.launch.attempts import may_restart, note_attempt, summary_of_attempt
 from parawrap.launch.run import Run, RunOutput
 from parawrap.launch.slurm import commands
 from parawrap.launch.slurm.batch_job import submit
@@ -156,19 +156,18 @@ class BatchRun(Run):
         number = next(self._requests)
         start = self._start  # read once: the thread of the run may follow another one meanwhile
         # That thread adds outcomes. A set of the keys is made in one atomic step
-        running = {*range(self._platform.world_size)} - {*start.outcomes}
+        running = missing = {*range(self._platform.world_size)} - {*start.outcomes}
         answers: dict[int, str] = {}
         with contextlib.suppress(OSError):  # the launch has ended, and has removed its folder
             request = self._folder.request_stacks(start.number, number)
-            missing = running
             while missing and time.monotonic() < until:
                 time.sleep(_FOLDER_POLL_S)
                 answers |= self._folder.answers(number, missing)
                 missing = running - {*answers} - {*start.outcomes}
             # After Ctrl-C it stays until the folder is removed: ranks answer it once
             request.unlink()
-        have_ended = {*start.outcomes} - {*answers}
-        return {rank: answers.get(rank, _NO_ANSWER) for rank in sorted(running - have_ended)}
+        answers |= dict.fromkeys(missing, _NO_ANSWER)
+        return dict(sorted(answers.items()))
 
     # -- the thread of the run
 
@@ -328,7 +327,7 @@ class BatchRun(Run):
         reason = commands.requeue_job(self.number)
         if reason is not None:
             return f"Slurm refused to requeue the job: {reason}"
-        self._note_attempt(summary)
+        note_attempt(self.job, self._history, self._start.number, summary)
         self._begin(self._start.number + 1)
         return None
 
@@ -356,16 +355,12 @@ class BatchRun(Run):
             if failures > self._platform.max_restarts:
                 return self._complete(self._outcome_of_lost_node())
             summary = "lost a node" if start.has_lost_node() else "was ended by Slurm"
-            self._note_attempt(summary)
+            note_attempt(self.job, self._history, start.number, summary)
         self._begin(number)
         return None
 
     def _failures_before(self, start: int) -> int:
         return self._folder.failures(start, self.number)
-
-    def _note_attempt(self, summary: str) -> None:
-        self._history.append(f"attempt {self._start.number} {summary}")
-        _log.warning("%s: %s; its ranks start again", self.job.name, self._history[-1])
 
     def _end_job(self) -> None:
         """End the job if it has not ended, and take its last output."""

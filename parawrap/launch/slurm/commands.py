@@ -11,7 +11,7 @@ import signal
 import subprocess
 from typing import NamedTuple
 
-_ENDED = [
+_FINAL_STATES = (
     "BOOT_FAIL",
     "CANCELLED",
     "COMPLETED",
@@ -22,7 +22,7 @@ _ENDED = [
     "OUT_OF_MEMORY",
     "PREEMPTED",
     "TIMEOUT",
-]
+)
 _COMMAND_S = 60.0  # a busy controller answers late; a guess that no test has contradicted
 
 
@@ -50,19 +50,21 @@ class JobState(NamedTuple):
     @property
     def is_over(self) -> bool:
         """True if the job will not run again."""
-        return self.name in _ENDED
+        return self.name in _FINAL_STATES
 
 
 def job_state(job: str) -> JobState:
     """Return the state of a job."""
     output = _run("scontrol", "--oneliner", "show", "job", job).output
-    # Without the name before it and the command behind it, which may contain anything.
+    # Without the name of the job, which comes before, and its command, which comes behind: these
+    # may contain anything
     _, state, after_state = output.partition("JobState=")
-    shown = (state + after_state).partition(" Command=")[0]
+    shown, _, _ = (state + after_state).partition(" Command=")
     pairs = re.findall(r"(\w+)=(\S*)", shown)
     fields = {name: value for name, value in pairs if value != "(null)"}
     if "JobState" not in fields:
-        # Slurm says the latter of an element of an array. Other outputs are errors of the command.
+        # The second text is that for an element of an array. Other outputs are errors of the
+        # command
         is_unknown = "Invalid job id" in output or f"Job {job} not found" in output
         return JobState("FORGOTTEN" if is_unknown else "UNKNOWN", 0, {})
     return JobState(fields["JobState"], int(fields.get("Restarts") or 0), fields)
@@ -73,11 +75,17 @@ def hosts_of(nodes: str) -> list[str]:
     return _run("scontrol", "show", "hostnames", nodes).output.split() if nodes else []
 
 
+def short_name(host: str) -> str:
+    """Return a hostname without its domain, so that both spellings of a host compare equal."""
+    name, _, _ = host.partition(".")
+    return name
+
+
 def is_down(host: str) -> bool:
     """True if Slurm reports this node as down or failed."""
-    node = host.partition(".")[0]
-    code, output = _run("sinfo", "--noheader", "--Format=StateComplete:99", "--nodes", node)
-    # The message of a sinfo that fails is not a state.
+    columns = "--Format=StateComplete:99"
+    code, output = _run("sinfo", "--noheader", columns, "--nodes", short_name(host))
+    # The message of a sinfo that fails is not a state
     return code == 0 and any(state in output.upper() for state in ("DOWN", "FAIL"))
 
 
@@ -92,22 +100,25 @@ def signal_job(job: str, name: str) -> None:
 
 
 def requeue_job(job: str) -> str | None:
-    """Let Slurm end a job and start it again. Return its reason if it refuses, otherwise None.
+    """Let Slurm end a job and start it again. Return the reason if Slurm refuses, otherwise None.
 
     `job` may be the SLURM_JOB_ID of this task.
     """
     if job == os.environ.get("SLURM_JOB_ID") and "SLURM_ARRAY_TASK_ID" in os.environ:
-        # In one element of an array, SLURM_JOB_ID is also the number of the whole array.
+        # In one element of an array, SLURM_JOB_ID is also the number of the whole array
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     code, output = _run("scontrol", "requeue", job)
-    # While Slurm ends the job, it may end this command too.
+    # While Slurm ends the job, it may end this command too
     if code in (0, -signal.SIGTERM, -signal.SIGKILL):
         return None
     return output.strip() or f"exit code {code}"
 
 
 def _run(*command: str) -> _CommandResult:
-    """Run a command. It may fail, for example while the controller restarts."""
+    """Run a command, and return its result.
+
+    A command that cannot run, or takes too long, has the exit code 1, and the error as its output.
+    """
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=_COMMAND_S

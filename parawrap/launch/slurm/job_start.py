@@ -143,20 +143,15 @@ class JobStart:
             return 0
         named: set[str] = set()
         for nodes in _LOST_NODES.findall(self._log_of_start()):
-            named.update(_short_name(host) for host in commands.hosts_of(nodes))
+            named.update(commands.short_name(host) for host in commands.hosts_of(nodes))
         for node, host in enumerate(self.hosts):
-            if _short_name(host) in named or commands.is_down(host):
+            if commands.short_name(host) in named or commands.is_down(host):
                 return node
         return None
 
     def _log_of_start(self) -> str:
         """Return the part of the log that belongs to this start."""
         return self._folder.logs_of_starts(self._job).get(self.number, "")
-
-
-def _short_name(host: str) -> str:
-    """Return a hostname without its domain, so that both spellings of a host compare equal."""
-    return host.partition(".")[0]
 
 
 def _read_death(words: str) -> Died:

@@ -1,20 +1,20 @@
 """The folder through which the submitting process and the tasks of a launch communicate.
 
     NAME-XXXXXXXX/          private; one per job or job array
-      submitit/             the batch script and its log, and for each task its output, and how its
-                            rank ended
+      submitit/             the batch script and its log; for each task, its output and the outcome
+                            of its rank
       0/  1/  ...           one per launch:
-        call                what the ranks run, from the submitting process
-        address-START       where the ranks of a start of the job meet, from rank 0
+        call                the pickled call of the ranks, from the submitting process
+        address-START       the address of the store where the ranks of a start meet, from rank 0
         begun-START         the ranks have met
         preempted-START     this start was preempted, or its ranks requested the next one: it
                             has not failed
         failed-START        a rank of this start failed, and the submitting process requeued the job
         request-START.N     the submitting process requests the stacks of the ranks
-        answer-RANK         the stacks of a rank, from the last request on
-        stacks-RANK         what faulthandler wrote at a signal that ends the rank
+        answer-RANK         the number of a request, and the stacks of a rank at that time
+        stacks-RANK         the stacks that faulthandler wrote at a signal that ends the rank
 
-It is on a file system that the submitting process and all nodes share.
+The folder is on a file system that the submitting process and all nodes share.
 """
 
 from __future__ import annotations
@@ -26,32 +26,41 @@ import re
 import shutil
 import stat
 import tempfile
-import unicodedata
 from collections.abc import Collection
 from pathlib import Path
 
 from parawrap.errors import LaunchError
 from parawrap.processes.torch_groups import StoreAddress
 
-_ROOT = "PARAWRAP_LAUNCH_DIR"
+_ROOT_VARIABLE = "PARAWRAP_LAUNCH_DIR"
 _SUBMITIT = "submitit"
 _PART = ".part"  # of files that are not complete
 
-# sbatch replaces patterns such as %j in the paths of output files. A backslash turns that off, also
-# for the pattern that parawrap needs.
-_SPECIAL_TO_SBATCH = "%\\"
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+"""Line breaks and others."""
 
-# The batch script writes this line at each start, since all starts append to one log.
+# sbatch replaces patterns such as %j in the paths of output files. A backslash turns that off, also
+# for the pattern that parawrap needs
+_SPECIAL_TO_SBATCH = re.compile(rf"[%\\]|{CONTROL_CHARACTERS.pattern}")
+
 START_LINE = "parawrap: start {} of this job"
+"""The line that the batch script writes when it starts, because all starts append to one log."""
+
 _START_LINE = re.compile(START_LINE.format(r"(\d+)"))
 
-# slurmstepd writes why Slurm ended a start that it runs again. The next start begins after the end
-# of slurmstepd, so this line comes before the line of the next start.
+# If Slurm ends a start to run the job again, slurmstepd logs why. It does so before the next start
+# begins, so the line is in the part of the start that ended
 _REQUEUED_BY_OTHERS = re.compile(r"CANCELLED AT \S+ DUE TO (JOB REQUEUE|PREEMPTION)")
 
 
 class Folder:
-    """The folder of one launch. Stateless."""
+    """The folder of one launch. All state is in its files, so any thread and process may use it.
+
+    Attributes:
+        path: The folder.
+        call: The file with the pickled call.
+        submitit: The folder of submitit, which the launches of an array share.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,15 +74,17 @@ class Folder:
         Raises:
             LaunchError: If sbatch would read the path of the folder as another one.
         """
-        root = Path(os.environ.get(_ROOT) or "~/.parawrap/launches").expanduser().absolute()
-        if any(each in _SPECIAL_TO_SBATCH or is_control(each) for each in str(root)):
+        given = os.environ.get(_ROOT_VARIABLE) or "~/.parawrap/launches"
+        root = Path(given).expanduser().absolute()
+        if _SPECIAL_TO_SBATCH.search(str(root)):
             msg = (
                 f"{str(root)!r} cannot be the folder of launches: sbatch replaces %, backslashes, "
-                f"and control characters in paths. Set {_ROOT} to a folder without them that all "
-                "nodes share"
+                f"and control characters in paths. Set {_ROOT_VARIABLE} to a folder without them "
+                "that all nodes share"
             )
             raise LaunchError(msg)
-        return cls(root / "".join(each if each.isalnum() else "-" for each in name) / "0")
+        readable = "".join(each if each.isalnum() else "-" for each in name)
+        return cls(root / readable / "0")
 
     @classmethod
     def new(cls, name: str, count: int) -> list[Folder]:
@@ -95,8 +106,8 @@ class Folder:
                 path.mkdir(mode=0o700)
         except OSError as error:
             msg = (
-                f"{planned.root} cannot be written to: {error}; set {_ROOT} to a folder that all "
-                "nodes share"
+                f"{planned.root} cannot be written to: {error}; set {_ROOT_VARIABLE} to a folder "
+                "that all nodes share"
             )
             raise LaunchError(msg) from error
         return folders
@@ -109,14 +120,16 @@ class Folder:
     def remove(self) -> None:
         """Remove the folder. The last launch of an array also removes the shared parent folder."""
         shutil.rmtree(self.path, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            if {path.name for path in self.path.parent.iterdir()} <= {_SUBMITIT}:
-                shutil.rmtree(self.path.parent, ignore_errors=True)
+        array = self.path.parent
+        with contextlib.suppress(OSError):  # another launch of the array has removed it
+            is_last = {path.name for path in array.iterdir()} <= {_SUBMITIT}
+            if is_last:
+                shutil.rmtree(array, ignore_errors=True)
 
     def log(self, job: str) -> Path:
-        """Return the log of the batch script and srun, from the number of the job.
+        """Return the log of a job: that of its script, srun, and slurmstepd, for all starts.
 
-        ``job`` may also be a pattern of sbatch.
+        `job` is the number of the job, or a pattern of sbatch.
         """
         return self.submitit / f"job-{job}.log"
 
@@ -136,7 +149,7 @@ class Folder:
         return address
 
     def mark(self, topic: str, start: int) -> None:
-        """Note that the ranks of a start have "begun", or that it was "preempted" or "failed"."""
+        """Mark a start of the job as "begun", "preempted", or "failed", with an empty file."""
         (self.path / f"{topic}-{start}").touch()
 
     def has(self, topic: str, start: int) -> bool:
@@ -147,22 +160,20 @@ class Folder:
         return f"{topic}-{start}" in os.listdir(self.path)  # noqa: PTH208 (names only)
 
     def failures(self, start: int, job: str) -> int:
-        """Return the number of starts before this one that ended by a failure.
+        """Return the number of starts before this one that failed.
 
-        A start without a mark is one too, such as after the loss of a node, unless the log says
-        that a user or a preemption requeued the job.
+        A start without a mark has failed too, as after the loss of a node, unless the log says that
+        a user or a preemption requeued the job.
         """
         names = os.listdir(self.path)  # noqa: PTH208 (names only)
-        logs: dict[int, str] | None = None  # read only if they are needed
+        logs = self.logs_of_starts(job) if start else {}
         failures = 0
         for each in range(start):
-            if f"failed-{each}" in names:  # it may have been preempted before
+            log = logs.get(each, "")
+            was_requeued = f"preempted-{each}" in names or _REQUEUED_BY_OTHERS.search(log)
+            # A start may be preempted first, and then fail
+            if f"failed-{each}" in names or not was_requeued:
                 failures += 1
-            elif f"preempted-{each}" not in names:
-                if logs is None:
-                    logs = self.logs_of_starts(job)
-                if not _REQUEUED_BY_OTHERS.search(logs.get(each, "")):
-                    failures += 1
         return failures
 
     def logs_of_starts(self, job: str) -> dict[int, str]:
@@ -171,8 +182,8 @@ class Folder:
             log = self.log(job).read_text(errors="replace")
         except FileNotFoundError:
             return {}
-        # `split` gives the text before the first start, and then in turn a number, the group of the
-        # pattern, and the text behind it
+        # `split` returns the text before the first line, then the number in this line, then the
+        # text up to the next line, and so on
         _, *parts = _START_LINE.split(log)
         numbers, texts = parts[::2], parts[1::2]
         return dict(zip(map(int, numbers), texts, strict=True))
@@ -204,9 +215,10 @@ class Folder:
         names = {*os.listdir(self.path)}  # noqa: PTH208 (names only)
         answers = {}
         for rank in ranks:
-            if (name := f"answer-{rank}") not in names:
+            name = f"answer-{rank}"
+            if name not in names:
                 continue
-            # A network file system may report an error if the file is replaced at this moment.
+            # A network file system may report an error if the file is replaced at this moment
             with contextlib.suppress(OSError):
                 answered, _, text = (self.path / name).read_text(errors="replace").partition("\n")
                 if int(answered) >= number:
@@ -221,28 +233,25 @@ class Folder:
         part.rename(path)
 
 
-def is_control(character: str) -> bool:
-    """True for line breaks and other control characters."""
-    return unicodedata.category(character) == "Cc"
-
-
 def _refuse_open_root(root: Path) -> None:
     """Raise LaunchError if other users may write to the root of all launch folders.
 
     The ranks unpickle files of these folders, and a user who may write to the root may replace
-    them. The sticky bit forbids that, but not all shared file systems respect it. Access control
-    lists are covered: the mode of the group is the mask of all their entries.
+    them. The sticky bit forbids that, but not all shared file systems respect it. The mode also
+    shows access control lists: that of the group is the mask of all their entries.
     """
     status = root.stat()
     if status.st_uid != os.geteuid():
         msg = (
             f"{root} belongs to another user (number {status.st_uid}), and ranks run what is in "
-            f"the launch folders there. Set {_ROOT} to a folder of your own that all nodes share"
+            f"the launch folders there. Set {_ROOT_VARIABLE} to a folder of your own that all "
+            "nodes share"
         )
         raise LaunchError(msg)
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         msg = (
             f"other users may write to {root}, and ranks run what is in the launch folders there. "
-            f"Run 'chmod go-w {root}', or set {_ROOT} to another folder that all nodes share"
+            f"Run 'chmod go-w {root}', or set {_ROOT_VARIABLE} to another folder that all nodes "
+            "share"
         )
         raise LaunchError(msg)

@@ -4,9 +4,9 @@
     signal threads ── SIGUSR2: save. SIGTERM: ends a wait in C code
     agreement ─────── agrees with the other ranks on the step to save in, writes stacks on request
 
-srun ends all tasks when one exits with a failure. So a rank first writes how it ended. A rank that
-has returned runs its exit handlers, and waits for the others before it exits: an exit before that
-is a death, and srun says how.
+srun ends all tasks when one exits with a failure. So a rank writes its outcome into a file before
+it exits. A rank that has returned runs its exit handlers, and then waits for the other ranks. A
+task that exits without a file has died, and the log of srun has the cause.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,7 +33,7 @@ import torch.distributed as dist
 from parawrap.errors import LaunchError
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch._world import RankPlace
-from parawrap.launch.agreement import Agreement
+from parawrap.launch.agreement import Agreement, StacksRequests
 from parawrap.launch.set_up import RankSetUp
 from parawrap.launch.slurm.commands import requeue_job
 from parawrap.launch.slurm.launch_folder import Folder
@@ -60,23 +61,24 @@ from parawrap.processes.torch_groups import (
 
 _ARRIVAL_S = 300.0  # importing torch from a busy network file system takes minutes
 _POLL_S = 0.05  # of ranks that wait for the address of rank 0 in the launch folder
-# For Python code to react to SIGTERM. After that, the main thread is taken to wait in C code
+# Python code reacts to SIGTERM in less time. A main thread that does not waits in C code
 _SIGTERM_S = 1.0
 _REQUEUE_S = 60.0  # Slurm ends the tasks of a requeued job well before this
 _LAUNCHER_NOTICE_S = 2.0  # for srun to report the death that broke a connection
-_REQUEUED = "requeued"
+_REQUEUED = "requeued"  # a key of the store: some rank requests a restart
 
 
 def run_rank(path: str, plan: bytes) -> NoReturn:
     """Be this task's rank, and exit.
 
-    `path` is the launch's folder, and the plan a pickled platform and settings. submitit calls this
+    `path` is the launch's folder. `plan` is the pickled platform and settings. submitit calls this
     function in the process that srun has started.
     """
-    task = _Task(Folder(Path(path)), *pickle.loads(plan))
+    platform, settings = pickle.loads(plan)
+    task = _Task(Folder(Path(path)), platform, settings)
     code = task.run()
     if code:
-        # At once: threads of the function would hold the other ranks in their collective.
+        # At once: threads of the function would hold the other ranks in their collective
         os._exit(code)
     leave(code)
 
@@ -95,36 +97,39 @@ class _Task:
         self._place = RankPlace.of(
             job.global_rank, platform.ranks_per_node, platform.n_nodes, self._start
         )
-        self._file = Path(job.paths.result_pickle)
-        self._number = job.job_id  # the function may change the environment
-        self._kept = contextlib.ExitStack()  # never left: the process exits with all that it has
-        # For messages between the ranks, not for process groups.
+        self._outcome_file = Path(job.paths.result_pickle)
+        self._number = job.job_id  # read now: the function may change the environment
+        # Never left: the store and the open file in it live as long as the process
+        self._kept = contextlib.ExitStack()
+        # For messages between the ranks, not for process groups. None until the ranks meet
         self._store: dist.Store | None = None
-        self._is_ending = False  # True once the handler of SIGTERM has run; it raises once
+        self._is_ending = False  # True once the handler of SIGTERM has raised: it raises once
 
     def run(self) -> int:
         """Run the function, and write how it ended. Return the exit code."""
-        self._file.unlink(missing_ok=True)  # of an earlier start
+        self._outcome_file.unlink(missing_ok=True)  # of an earlier start
         outcome = self._call()
-        # An exception in the lines below would replace the outcome
+        # From here on, an exception of the handler would replace the outcome
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._write(outcome)
         if isinstance(outcome, Returned):
-            # Before the meeting: once a task has exited, srun kills the others after grace_s.
+            # Exit handlers may take long. They come before the wait for the other ranks: once a
+            # task has exited, srun kills the others after grace_s
             signal.signal(signal.SIGTERM, self._report_unfinished)
             run_exit_steps()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if isinstance(outcome, (Returned, Requeued)):
             return self._end_together()
         if isinstance(outcome, Raised) and outcome.is_echo:
-            # An exit now would end the rank with the cause, or hide a death.
+            # If this task exited now, srun would end the rank with the cause before it reports, or
+            # would not report the death that is the cause
             time.sleep(self._platform.grace_s + _LAUNCHER_NOTICE_S)
         return 1
 
     def _call(self) -> Outcome:
-        """Set up the rank and run the function."""
+        """Set up the rank and run the function. Return how it ended: no exception leaves this."""
         try:
-            # The submitting process checks this too, but it may have ended.
+            # The submitting process checks this too, but it may have ended
             failures = self._folder.failures(self._start, self._number)
             if failures > self._platform.max_restarts:
                 msg = (
@@ -137,12 +142,12 @@ class _Task:
             sys.breakpointhook = refuse_breakpoint
             address = self._meet()
             rank = self._place.global_rank
-            agreement = Agreement(
-                lambda: self._messages(address),
-                rank,
-                self._place.world_size,
-                _Requests(self._folder, self._start, rank),
+            requests = StacksRequests(
+                partial(self._folder.last_request, self._start),
+                partial(self._folder.write_answer, rank),
             )
+            open_store = partial(self._messages, address)
+            agreement = Agreement(open_store, rank, self._place.world_size, requests)
             self._take_signals(agreement)
             RankSetUp(self._platform, self._place, address).enter(agreement.preemption)
             if rank == 0:
@@ -156,8 +161,8 @@ class _Task:
         except EndOrdered:
             return Ended(time.time())
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
-            # In place of the time: only the order of failures matters
-            return replace(outcome_of(error), at=self._order())
+            # The place takes the place of the time: only the order of failures matters
+            return replace(outcome_of(error), at=self._count_failure())
 
     def _value(self) -> bytes:
         """Call the function, and return its pickled value."""
@@ -169,10 +174,13 @@ class _Task:
         return pack(value, "the result").to_bytes()
 
     def _meet(self) -> StoreAddress:
-        """Return the store of this start, which rank 0 keeps."""
+        """Open the store for messages. Return the store for process groups of this start.
+
+        Rank 0 has the port of both.
+        """
         platform = self._platform
         if self._place.global_rank == 0:
-            # srun runs on the first node, which is this one.
+            # srun runs on the first node, which is this one
             is_alone = platform.n_nodes == 1
             host = LOOPBACK if is_alone else os.environ["SLURM_LAUNCH_NODE_IPADDR"]
             store = open_tcp_store(
@@ -183,7 +191,7 @@ class _Task:
         else:
             address = self._await_address()
         self._store = self._messages(address)
-        if platform.ipc_protocol == "file":  # for process groups: messages use the port
+        if platform.ipc_protocol == "file":  # for process groups only
             return replace(address, path=str(self._folder.path / f"store-{self._start}"))
         return address
 
@@ -202,23 +210,23 @@ class _Task:
         # The prefix keeps starts of the job apart
         return dist.PrefixStore(f"parawrap/{self._start}", at_port.open(self._place.world_size))
 
-    # -- signals. The process starts with SIGUSR2 blocked, and so do processes that the function
-    # starts. SIGUSR1 belongs to the function
+    # -- signals. SIGUSR2 is blocked from the start of this process, also in processes that the
+    # function starts. SIGUSR1 belongs to the function
 
     def _take_signals(self, agreement: Agreement) -> None:
         faulthandler.enable()
         stacks = self._kept.enter_context(self._folder.stacks_of(self._place.global_rank).open("a"))
         # Slurm sends SIGCONT before SIGTERM. With a handler of SIGCONT, Linux might give SIGTERM to
-        # another thread.
+        # another thread
         signal.signal(signal.SIGCONT, signal.SIG_DFL)
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)  # submitit's handler would requeue the job
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        faulthandler.register(signal.SIGTERM, stacks, chain=True)
-        # Python writes the number of each signal here, also while the main thread runs C code.
+        faulthandler.register(signal.SIGTERM, stacks, chain=True)  # and then call `_on_sigterm`
+        # Python writes the number of each signal here, also while the main thread runs C code
         numbers, written = socket.socketpair()
-        written.setblocking(False)  # Python refuses others: a handler must not block
+        written.setblocking(False)  # Python refuses a blocking file: a handler must not block
         signal.set_wakeup_fd(written.detach())
-        os.register_at_fork(after_in_child=_forget_signals)
+        os.register_at_fork(after_in_child=_restore_signals)
         threading.Thread(
             target=self._await_preemption,
             args=(agreement,),
@@ -230,23 +238,23 @@ class _Task:
         ).start()
 
     def _await_preemption(self, agreement: Agreement) -> None:
-        """Request the step to save in at SIGUSR2, and call a handler that the function installed.
+        """Make all ranks save at SIGUSR2, and call a handler that the function has installed.
 
         The signal is blocked in all threads, so only `sigwait` takes it.
         """
         while True:
             signal.sigwait((signal.SIGUSR2,))
-            with contextlib.suppress(OSError):  # ranks must be able to save if the disk is full
+            with contextlib.suppress(OSError):  # the disk is full: ranks may save elsewhere
                 self._folder.mark("preempted", self._start)
             agreement.request()
             if callable(signal.getsignal(signal.SIGUSR2)):
-                # Runs the handler in the main thread, at its next bytecode.
+                # Runs the handler in the main thread, at its next bytecode
                 _thread.interrupt_main(signal.SIGUSR2)
 
     def _await_sigterm(self, numbers: socket.socket) -> None:
-        """Break the connections of a main thread that waits for other ranks in C code.
+        """Break the connections of a main thread that waits for other ranks in C code at SIGTERM.
 
-        It gets an error.
+        The wait then raises an error.
         """
         while numbers.recv(1)[0] != signal.SIGTERM:
             pass
@@ -264,22 +272,22 @@ class _Task:
         rank = self._place.global_rank
         text = f"rank {rank} returned, but SIGTERM ended it before its exit handlers had ended\n"
         with contextlib.suppress(OSError):
-            # The function or its exit handlers may have closed the streams of Python.
+            # Not `sys.stderr`, which the function or its exit handlers may have closed
             os.write(2, text.encode())
         os._exit(1)
 
     # -- the end
 
-    def _order(self) -> float:
+    def _count_failure(self) -> float:
         """Return the place of this failure among those of all ranks.
 
         The store counts them, because the clocks of machines differ.
         """
-        if self._store is None:
+        if self._store is None:  # the ranks have not met yet: no function has run
             return 0.0
         try:
             return float(self._store.add("failed", 1))
-        except dist.DistError:
+        except dist.DistError:  # rank 0 has ended, so this failure is not the first
             return math.inf
 
     def _write(self, outcome: Outcome) -> None:
@@ -287,8 +295,8 @@ class _Task:
 
         with contextlib.suppress(Exception):  # the function may have replaced the streams
             flush_streams()
-        # In the form of submitit. Its own reports are of tasks that cannot import this package
-        with submitit.core.utils.temporary_save_path(self._file) as part:
+        # In the form of submitit, which itself reports tasks that cannot import this package
+        with submitit.core.utils.temporary_save_path(self._outcome_file) as part:
             part.write_bytes(pickle.dumps(("success", (self._start, outcome))))
 
     def _end_together(self) -> int:
@@ -311,10 +319,14 @@ class _Task:
         return 0
 
     def _requeue(self) -> int:
-        """Requeue the job, and wait for its end. Return the exit code if it does not end."""
+        """Let rank 0 requeue the job, and wait until Slurm ends this task.
+
+        Return the exit code of a task that is not ended.
+        """
         if self._place.global_rank == 0:
             self._folder.mark("preempted", self._start)
-            if reason := requeue_job(self._number):
+            reason = requeue_job(self._number)
+            if reason is not None:
                 text = f"Slurm refused to requeue the job: {reason}\n"
                 # Not `sys.stderr`, which the function may have replaced
                 sys.__stderr__.write(text)  # type: ignore[union-attr]
@@ -323,23 +335,8 @@ class _Task:
         return 1
 
 
-class _Requests:
-    """The requests for stacks of one rank, in the launch folder. Implements `StacksRequests`."""
-
-    def __init__(self, folder: Folder, start: int, rank: int) -> None:
-        self._folder = folder
-        self._start = start
-        self._rank = rank
-
-    def last(self) -> int:
-        return self._folder.last_request(self._start)
-
-    def answer(self, number: int, text: str) -> None:
-        self._folder.write_answer(self._rank, number, text)
-
-
-def _forget_signals() -> None:
-    """Give a process that the function forks the usual handler."""
+def _restore_signals() -> None:
+    """Let SIGTERM end a process that the function has forked, as it would end any process."""
     signal.set_wakeup_fd(-1)
     faulthandler.unregister(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
