@@ -59,31 +59,31 @@ class Device(enum.StrEnum):
         return cls("gpu" if kind == "cuda" else kind)
 
 
-def count_visible(kind: Device) -> int:
+def count_visible(kind: str) -> int:
     """Return the number of devices of this kind that a new process would see."""
-    if kind is Device.GPU:
+    if kind == Device.GPU:
         return torch.cuda.device_count()
-    if kind is Device.MPS:
+    if kind == Device.MPS:
         return int(torch.backends.mps.is_available())
-    if kind is Device.NEURON:
+    if kind == Device.NEURON:
         return backend_of("neuron").count() if neuron_is_device() else len(_neuron_cores())
     return usable_cores()
 
 
-def rank_device(kind: Device, index: int) -> torch.device:
+def rank_device(kind: str, index: int) -> torch.device:
     """Return the device with that index for a rank's tensors.
 
     It is the CPU on NeuronCores that are not torch devices.
     """
-    if kind is Device.GPU:
+    if kind == Device.GPU:
         return torch.device("cuda", index)
-    if kind is Device.NEURON and neuron_is_device():
+    if kind == Device.NEURON and neuron_is_device():
         return torch.device("neuron", index)
-    return torch.device("mps" if kind is Device.MPS else "cpu")
+    return torch.device("mps" if kind == Device.MPS else "cpu")
 
 
 def variables_for(
-    kind: Device, numbers: Sequence[int], environ: Mapping[str, str] = os.environ
+    kind: str, numbers: Sequence[int], environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Return the variables with which a new process sees only these devices of this process.
 
@@ -98,7 +98,7 @@ def variables_for(
     >>> variables_for(Device.GPU, [2, 3], {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     {'CUDA_VISIBLE_DEVICES': '6,7'}
     """
-    if kind is Device.GPU:
+    if kind == Device.GPU:
         name = "CUDA_VISIBLE_DEVICES"
         # ROCm reads both variables, and prefers its own one
         if torch.version.hip is not None and "HIP_VISIBLE_DEVICES" in environ:
@@ -121,14 +121,14 @@ def variables_for(
     return {name: ",".join(listed[number] for number in numbers)}
 
 
-def is_chosen_by_variable(kind: Device) -> bool:
+def is_chosen_by_variable(kind: str) -> bool:
     """True if `variables_for` selects devices of this kind."""
-    return kind is Device.GPU or selects_cores(kind)
+    return kind == Device.GPU or selects_cores(kind)
 
 
-def selects_cores(kind: Device) -> bool:
+def selects_cores(kind: str) -> bool:
     """True for NeuronCores that are not torch devices: a variable gives each process its cores."""
-    return kind is Device.NEURON and not neuron_is_device()
+    return kind == Device.NEURON and not neuron_is_device()
 
 
 def make_current(device: torch.device) -> None:

@@ -97,11 +97,11 @@ class PlatformFields:
     @property
     def ranks_per_node(self) -> int:
         """The number of ranks on each node."""
-        kind = Device(self.device)
-        count: int | None = getattr(self, rank_count_field(kind))
+        count: int | None = getattr(self, rank_count_field(self.device))
         if count is not None:
             return count
-        return count_visible(kind) if self.device_ids is None else len(set(self.device_ids))
+        # None: all that are visible, or that `device_ids` names
+        return count_visible(self.device) if self.device_ids is None else len(set(self.device_ids))
 
     @property
     def own_device_ids(self) -> tuple[int, ...]:
@@ -115,22 +115,22 @@ class PlatformFields:
 
     def device_of(self, local_rank: int) -> torch.device:
         """Return the device for the tensors of a rank, as this process names it."""
-        kind = Device(self.device)
-        if self.device_ids is not None:
-            return rank_device(kind, self.own_device_ids[local_rank])
-        return rank_device(kind, local_rank)
+        # Not `own_device_ids` in both cases: `inline` names a device that this machine lacks
+        index = local_rank if self.device_ids is None else self.own_device_ids[local_rank]
+        return rank_device(self.device, index)
 
     @property
     def device_variables(self) -> dict[str, str]:
         """The variables with which ranks see only the devices of `device_ids`."""
         if self.device_ids is None:
             return {}
-        return variables_for(Device(self.device), self.own_device_ids)
+        return variables_for(self.device, self.own_device_ids)
 
     @property
     def cpus_per_node(self) -> int:
         """The number of CPU cores to reserve per node, for launchers that reserve cores."""
-        return self.ranks_per_node * (1 if self.device == Device.CPU else self.n_cpus)
+        cores_per_rank = 1 if self.device == Device.CPU else self.n_cpus
+        return self.ranks_per_node * cores_per_rank
 
     @property
     def world_size(self) -> int:
@@ -150,14 +150,14 @@ class PlatformFields:
         return self.ipc_groups is not None
 
     def as_sent(self) -> Self:
-        """Return the platform as ranks see it, without what only the launching process uses."""
+        """Return the platform as ranks see it, without fields that only the launch uses."""
         sent = copy.copy(self)
         _set(sent, "upon_finish", None)
         _set(sent, "slurm_additional_parameters", None)
         if sent.device in (Device.GPU, Device.NEURON):
-            # A rank may see only its own device
+            # A rank may see only its own device, and could not count those of the others
             _set(sent, "n_gpus", self.ranks_per_node)
-        if is_chosen_by_variable(Device(self.device)):
+        if is_chosen_by_variable(self.device):
             # The rank numbers its devices from 0
             _set(sent, "device_ids", None)
         return sent
@@ -187,75 +187,64 @@ def _refuse(field_name: str, value: object, allowed: str) -> NoReturn:
 
 
 def _set(platform: PlatformFields, name: str, value: object) -> None:
-    # For objects that no other code has yet: a frozen object is written only while it is made
+    """Set a field of a frozen platform that is being made: no other code has it yet."""
     object.__setattr__(platform, name, value)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 1
-
-
-def _is_limit(value: object) -> bool:
-    return value is None or (isinstance(value, (int, float)) and 0 < value < math.inf)
-
-
-def _is_count_or_none(value: object) -> bool:
-    return value is None or _is_count(value)
-
-
-def _is_restart_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 0
-
-
-def _is_port(value: object) -> bool:
-    return isinstance(value, int) and 0 <= value < 1 << 16
-
-
-def _is_seed(value: object) -> bool:
-    # torch.manual_seed takes these numbers
-    is_number = type(value) is int and -(1 << 63) <= value < 1 << 64
-    return is_number or value in (None, "script")
-
-
-def _is_duration(value: object) -> bool:
-    return isinstance(value, (int, float)) and 0 <= value < math.inf
-
-
-def _is_launcher(value: object) -> bool:
-    return value in (None, "env", "local", "ray", "slurm")
-
-
-def _is_protocol(value: object) -> bool:
-    return value in (None, "tcp", "file")
-
-
 class _Rule(NamedTuple):
-    """The values that a field accepts, as a function and in words."""
+    """The values that a field accepts, in words and as limits."""
 
-    accepts: Callable[[Any], bool]
     allowed: str
+    kinds: tuple[type[int | float], ...] = ()  # of numbers
+    least: float = 1
+    below: float = math.inf  # which refuses infinity
+    others: tuple[str | None, ...] = ()  # accepted besides numbers
+
+    def accepts(self, value: Any) -> bool:
+        """True if the field may have this value."""
+        if value is None or isinstance(value, str):
+            return value in self.others
+        # NaN is refused, because each comparison with it is false
+        return isinstance(value, self.kinds) and self.least <= value < self.below
 
 
-_MINUTES = _Rule(_is_limit, "give a number of minutes above 0, or None")
+_INT = (int,)
+_NUMBER = (int, float)
+_ABOVE_0 = math.ulp(0.0)  # the smallest float above 0
+_MINUTES = _Rule(
+    "give a number of minutes above 0, or None", _NUMBER, least=_ABOVE_0, others=(None,)
+)
 
 # By the name of the field. Other fields are checked where they are used
 _RULES = {
-    "n_nodes": _Rule(_is_count, "give a number of machines, at least 1"),
-    "n_cpus": _Rule(_is_count, "give a number of ranks or threads, at least 1"),
+    "n_nodes": _Rule("give a number of machines, at least 1", _INT),
+    "n_cpus": _Rule("give a number of ranks or threads, at least 1", _INT),
     "n_gpus": _Rule(
-        _is_count_or_none,
         "give a number of accelerators per node, at least 1, or None for all visible ones",
+        _INT,
+        others=(None,),
     ),
-    "master_port": _Rule(_is_port, "give a port number below 65536, or 0 for any free one"),
-    "seed": _Rule(_is_seed, "give a whole number of 64 bits, 'script', or None"),
-    "max_restarts": _Rule(_is_restart_count, "give a number of restarts, at least 0"),
-    "launcher": _Rule(_is_launcher, "give env, local, ray or slurm, or None"),
-    "ipc_protocol": _Rule(_is_protocol, "give tcp or file, or None"),
+    "master_port": _Rule(
+        "give a port number below 65536, or 0 for any free one", _INT, least=0, below=1 << 16
+    ),
+    # The numbers that torch.manual_seed takes
+    "seed": _Rule(
+        "give a whole number of 64 bits, 'script', or None",
+        _INT,
+        least=-(1 << 63),
+        below=1 << 64,
+        others=(None, "script"),
+    ),
+    "max_restarts": _Rule("give a number of restarts, at least 0", _INT, least=0),
+    "launcher": _Rule(
+        "give env, local, ray or slurm, or None", others=(None, "env", "local", "ray", "slurm")
+    ),
+    "ipc_protocol": _Rule("give tcp or file, or None", others=(None, "tcp", "file")),
     "timeout_min": _MINUTES,
-    "hang_timeout_s": _Rule(_is_limit, "give a number of seconds above 0, or None"),
+    "hang_timeout_s": _MINUTES._replace(allowed="give a number of seconds above 0, or None"),
     "ipc_timeout_min": _MINUTES,
-    "ram": _Rule(_is_limit, "give a number of GB above 0, or None"),
-    "grace_s": _Rule(_is_duration, "give a number of seconds, at least 0"),
+    "ram": _MINUTES._replace(allowed="give a number of GB above 0, or None"),
+    "grace_s": _Rule("give a number of seconds, at least 0", _NUMBER, least=0),
 }
 
 
@@ -273,9 +262,9 @@ def resolve_device(device: str, launcher: str | None, n_gpus: int | None) -> Dev
     return named
 
 
-def rank_count_field(kind: Device) -> Literal["n_cpus", "n_gpus"]:
+def rank_count_field(kind: str) -> Literal["n_cpus", "n_gpus"]:
     """Return the field with the number of ranks per node, if each rank gets this kind of device."""
-    return "n_cpus" if kind is Device.CPU else "n_gpus"
+    return "n_cpus" if kind == Device.CPU else "n_gpus"
 
 
 def _set_device(platform: PlatformFields) -> None:
@@ -297,10 +286,10 @@ def _set_device(platform: PlatformFields) -> None:
 def _fit_to_launcher(platform: PlatformFields) -> None:
     """Count the ranks of all nodes on this machine if they start here. Refuse what cannot run."""
     if platform.launcher == "local":
-        if platform.device == Device.CPU:
-            _set(platform, "n_cpus", platform.n_nodes * platform.n_cpus)
-        elif platform.n_gpus is not None:
-            _set(platform, "n_gpus", platform.n_nodes * platform.n_gpus)
+        field = rank_count_field(platform.device)
+        count = getattr(platform, field)
+        if count is not None:
+            _set(platform, field, platform.n_nodes * count)
         _set(platform, "n_nodes", 1)
     if _starts_here(platform) and platform.n_nodes != 1:
         _refuse(
@@ -329,18 +318,18 @@ def world_of(platform: PlatformFields) -> World | None:
     # The user may not know that this process is the only rank of a world
     wants_more = platform.world_size > 1
     if world.has_launcher:
-        must_start_here = wants_more and not platform.leaves_counts_open
+        starts_here = wants_more and not platform.leaves_counts_open
     else:
         # Launchers set a port too: without one, the variables are those of a pod or a notebook
-        must_start_here = wants_more or world.master_port is None
-    return None if must_start_here else world
+        starts_here = wants_more or world.master_port is None
+    return None if starts_here else world
 
 
 def _starts_here(platform: PlatformFields) -> bool:
     """True if this process starts the ranks on this machine."""
-    return platform.launcher == "local" or (
-        platform.launcher is None and world_of(platform) is None
-    )
+    if platform.launcher is None:
+        return world_of(platform) is None
+    return platform.launcher == "local"
 
 
 def _set_tuples(platform: PlatformFields) -> None:
@@ -348,13 +337,13 @@ def _set_tuples(platform: PlatformFields) -> None:
     if platform.device_ids is not None:
         _set(platform, "device_ids", _numbers_of(platform.device_ids))
     if platform.ipc_groups is not None:
-        _set(platform, "ipc_groups", tuple(map(tuple, platform.ipc_groups)))
+        _set(platform, "ipc_groups", tuple(tuple(group) for group in platform.ipc_groups))
     if platform.print_ranks is not None:
         _set(platform, "print_ranks", tuple(platform.print_ranks))
 
 
 def _numbers_of(device_ids: Any) -> tuple[int, ...]:
-    """Return device numbers, also those of numpy."""
+    """Return device numbers as Python's own, also if numpy made them."""
     try:
         if isinstance(device_ids, str):  # "" has no character that could raise
             raise TypeError
@@ -383,23 +372,19 @@ def _check_ranks(platform: PlatformFields) -> None:
 
 def _check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
     """Check that groups have ranks of a world of this size, and each rank once at most."""
-    if isinstance(groups, str) or not all(map(_is_group, groups)):
-        _refuse(
-            "ipc_groups", groups, "give None, [] or lists of global ranks, such as [[0, 1], [2, 3]]"
-        )
-    ranks = list(chain.from_iterable(groups))
-    if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
-        _refuse(
-            "ipc_groups",
-            groups,
-            f"rank {min(twice)} appears twice: put each rank into one group at most",
-        )
-    if missing := [rank for rank in ranks if not 0 <= rank < size]:
-        _refuse(
-            "ipc_groups",
-            groups,
-            f"rank {missing[0]} does not exist: give ranks from 0 to {size - 1}",
-        )
+    are_groups = not isinstance(groups, str) and all(map(_is_group, groups))
+    if not are_groups:
+        allowed = "give None, [] or lists of global ranks, such as [[0, 1], [2, 3]]"
+        _refuse("ipc_groups", groups, allowed)
+    seen: set[int] = set()
+    for rank in chain.from_iterable(groups):
+        if rank in seen:
+            allowed = f"rank {rank} appears twice: put each rank into one group at most"
+            _refuse("ipc_groups", groups, allowed)
+        if not 0 <= rank < size:
+            allowed = f"rank {rank} does not exist: give ranks from 0 to {size - 1}"
+            _refuse("ipc_groups", groups, allowed)
+        seen.add(rank)
 
 
 def _is_group(group: Any) -> bool:
@@ -413,26 +398,24 @@ def _check_device_ids(platform: PlatformFields) -> None:
     if given is None:
         return
     if platform.device == Device.CPU:
-        _refuse(
-            "device_ids",
-            given,
+        allowed = (
             "the CPU is one device: leave device_ids out. Launches of map(max_parallel=...) divide "
-            "its cores",
+            "its cores"
         )
+        _refuse("device_ids", given, allowed)
     if not _starts_here(platform):
         _refuse_device_ids_elsewhere(platform)
-    there = count_visible(Device(platform.device))
+    there = count_visible(platform.device)
     numbers = _numbers_of(given)
     if not numbers or not all(0 <= each < there for each in numbers):
         allowed = "0" if there == 1 else f"from 0 to {there - 1}"
         _refuse("device_ids", given, f"give a list of numbers of visible devices, {allowed}")
     different = len(set(numbers))
-    if (platform.n_gpus or 0) > different:
-        _refuse(
-            "n_gpus",
-            platform.n_gpus,
-            f"device_ids={given!r} names {different} different devices: give at most as many ranks",
+    if platform.n_gpus is not None and platform.n_gpus > different:
+        allowed = (
+            f"device_ids={given!r} names {different} different devices: give at most as many ranks"
         )
+        _refuse("n_gpus", platform.n_gpus, allowed)
 
 
 def _refuse_device_ids_elsewhere(platform: PlatformFields) -> NoReturn:
@@ -444,7 +427,8 @@ def _refuse_device_ids_elsewhere(platform: PlatformFields) -> NoReturn:
         started_by = "env" if world is None else world.name
         numbers = _numbers_of(platform.device_ids)
         are_numbers = bool(numbers) and min(numbers) >= 0
-        chosen = variables_for(Device(platform.device), numbers) if are_numbers else {}
+        # The same choice, for the launcher of the world: one variable, or none
+        chosen = variables_for(platform.device, numbers) if are_numbers else {}
         setting = "".join(f", and set {name}={value}" for name, value in chosen.items())
         cure = f"leave device_ids out{setting} for the launcher"
     _refuse("device_ids", platform.device_ids, f"ranks are started by {started_by}: {cure}")
@@ -455,43 +439,40 @@ def _check_visible(platform: PlatformFields, given: str) -> None:
 
     `given` is the device as the user named it.
     """
-    # Counting devices does not initialize CUDA, so the script can still fork afterwards
-    kind, n_gpus = Device(platform.device), platform.n_gpus
-    if kind is Device.CPU:
+    n_gpus = platform.n_gpus
+    if platform.device == Device.CPU:
         if n_gpus is not None:
             cure = "leave n_gpus out, and set n_cpus to the rank count"
             _refuse("n_gpus", n_gpus, f"device={given!r} uses no GPUs: {cure}")
         return
     if not _starts_here(platform):
         if platform.launcher in _ELSEWHERE and n_gpus is None:
-            _refuse(
-                "n_gpus",
-                None,
+            allowed = (
                 "this machine cannot count the accelerators of a cluster node: give a number per "
-                "node",
+                "node"
             )
+            _refuse("n_gpus", None, allowed)
         return
-    there = count_visible(kind)
+    # Counting devices does not initialize CUDA, so the script can still fork afterwards
+    there = count_visible(platform.device)
     if there == 0:
-        _refuse_missing_device(platform, kind, given)
-    if (n_gpus or 0) > there:
-        more = " on all nodes together" if platform.launcher == "local" else ""
-        _refuse(
-            "n_gpus",
-            n_gpus,
-            f"{there} {'is' if there == 1 else 'are'} visible here: give at most {there}{more}",
-        )
+        _refuse_missing_device(platform, given)
+    if n_gpus is not None and n_gpus > there:
+        verb = "is" if there == 1 else "are"
+        together = " on all nodes together" if platform.launcher == "local" else ""
+        allowed = f"{there} {verb} visible here: give at most {there}{together}"
+        _refuse("n_gpus", n_gpus, allowed)
 
 
-def _refuse_missing_device(platform: PlatformFields, kind: Device, given: str) -> NoReturn:
+def _refuse_missing_device(platform: PlatformFields, given: str) -> NoReturn:
     """Refuse a device that this machine does not have, and say how to run without it."""
     counts = ""
     if platform.n_gpus is not None:
         counts = ", with n_cpus as the number of ranks instead of n_gpus"
     local = "--local " if platform.launcher == "local" else ""
-    name = kind.value
+    name = str(platform.device)
     cure = f"give device='cpu'{counts} (parawrap run: {local}--device cpu --n 2)"
-    if kind is Device.NEURON:
+    if platform.device == Device.NEURON:
         name = "NeuronCore"
         cure = f"set PARAWRAP_NEURON_RUNTIME=host to emulate some, or {cure}"
     _refuse("device", given, f"this machine has no visible {name}: {cure}")

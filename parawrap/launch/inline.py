@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,13 +14,15 @@ import torch
 import torch.distributed as dist
 
 from parawrap.errors import PlatformError
-from parawrap.launch._devices import selects_cores
+from parawrap.launch._devices import Device, selects_cores
 from parawrap.launch._job import Job
 from parawrap.launch._platform_fields import PlatformFields
-from parawrap.launch._rank import Rank, acting_as
+from parawrap.launch._rank import acting_as
 from parawrap.launch._rank_results import RankResults
-from parawrap.launch._seeds import preserved_generators, seed
+from parawrap.launch._seeds import preserved_generators
+from parawrap.launch._world import RankPlace
 from parawrap.launch.inheritance import restored_variables
+from parawrap.launch.set_up import set_up
 from parawrap.processes.preemption import Preemption, RequeueRequested, at_signal
 from parawrap.processes.torch_groups import leave_groups
 
@@ -35,8 +38,7 @@ def run_inline(job: Job) -> RankResults[Any]:
         PlatformError: If this machine lacks the device.
     """
     platform = job.platform
-    device = platform.device_of(0)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if platform.device == Device.GPU and not torch.cuda.is_available():
         place = f"device={str(platform.device)!r}, launcher={platform.launcher!r}"
         msg = (
             f"{place}: {job.name} needs a GPU to run inline, and this machine has none: give "
@@ -46,23 +48,24 @@ def run_inline(job: Job) -> RankResults[Any]:
     # Ignore a signal that arrives between two attempts. The loop is in a function: Ctrl-C in the
     # jump of a loop in this block could skip the end of the block
     with at_signal(lambda: None):
-        value = _make_attempts(job, device)
+        value = _make_attempts(job)
     job.finish()
     return RankResults([value])
 
 
-def _make_attempts(job: Job, device: torch.device) -> Any:
+def _make_attempts(job: Job) -> Any:
     restart = 0
     while True:
         try:
-            return _make_attempt(job, device, restart)
+            return _make_attempt(job, restart)
         except RequeueRequested:
             restart += 1
 
 
-def _make_attempt(job: Job, device: torch.device, restart: int) -> Any:
+def _make_attempt(job: Job, restart: int) -> Any:
     """Call the function as rank 0 of 1."""
     platform = job.platform
+    device = platform.device_of(0)
     preemption = Preemption()
     with (
         restored_variables(*platform.device_variables),
@@ -73,19 +76,8 @@ def _make_attempt(job: Job, device: torch.device, restart: int) -> Any:
         # GPUs keep their numbers here: CUDA may have read its variable already
         if selects_cores(platform.device):
             os.environ.update(platform.device_variables)
-        seed(platform.seed)
-        rank = Rank(
-            global_rank=0,
-            local_rank=0,
-            node=0,
-            world_size=1,
-            device=device,
-            platform=platform,
-            group=group,
-            restart=restart,
-            preemption=preemption,
-        )
-        with acting_as(rank), at_signal(partial(_preempt, preemption)):
+        rank = set_up(RankPlace.of(0, 1, 1, restart), platform, preemption)
+        with acting_as(replace(rank, group=group)), at_signal(partial(_preempt, preemption)):
             return job.call()
 
 

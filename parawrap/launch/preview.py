@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from parawrap.displays import spell_count
-from parawrap.launch._devices import Device, selects_cores, variables_for
+from parawrap.launch._devices import selects_cores, variables_for
 from parawrap.launch._job import Job
 from parawrap.launch._launcher import launcher_name
 from parawrap.launch._platform_fields import PlatformFields
@@ -98,8 +98,9 @@ def _plan_local(job: Job) -> _Plan:
     meeting = "file (in a new private folder)"
     if uses_port(platform):
         meeting = _describe_store(platform, LOOPBACK)
-    start = f"{processes} on this machine, forked from one with torch loaded"
-    return _Plan(platform, start, meeting)
+    return _Plan(
+        platform, f"{processes} on this machine, forked from one with torch loaded", meeting
+    )
 
 
 # By the names of launchers
@@ -113,7 +114,7 @@ def _describe_store(platform: PlatformFields, host: str) -> str:
 
 def describe_device(platform: PlatformFields, local_rank: int) -> str:
     """Return the device of a rank as the rank names it, and as this process does."""
-    kind = Device(platform.device)
+    kind = platform.device
     own = platform.as_sent().device_of(local_rank)
     if selects_cores(kind):
         number = platform.own_device_ids[local_rank]

@@ -42,7 +42,7 @@ from parawrap.processes.torch_groups import (
     stay_on_loopback,
 )
 
-_SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
+_SIOCGIFADDR = 0x8915  # get the address of an interface; from <linux/sockios.h>
 _ANY_PORT = 9  # nothing is sent there
 
 
@@ -51,7 +51,7 @@ class RankSetUp:
     """The set-up of a rank. Frozen, and pickled by plain pickle.
 
     Attributes:
-        platform: The launch's platform.
+        platform: The launch's platform, as `as_sent` returns it.
         place: The rank's place.
         store: The store where the ranks meet; None if they form no process groups and run on
             several machines.
@@ -72,8 +72,8 @@ class RankSetUp:
         # No driver has read the variables yet: the server that forked this process uses no device.
         # Unlike the variables of a rank, they hold for programs that the function starts
         os.environ.update(self.device_variables)
-        # Other devices are chosen by their index, see `set_up`
-        if selects_cores(Device(platform.device)):
+        # `set_up` chooses other devices by their index
+        if selects_cores(platform.device):
             take_core(place.local_rank)
         n_cores = usable_cores()
         if self.cores is not None:
@@ -95,14 +95,14 @@ class RankSetUp:
                 raise
 
     def regroup(self, generation: int) -> None:
-        """Leave all process groups, and join new ones."""
+        """Leave all process groups, and join new ones. Each time has another `generation`."""
         assert self.store is not None
         rank = current_rank()
-        # The call before may have left ranks in the middle of a collective of the old groups. Their
+        # The last call may have left ranks in the middle of a collective of the old groups. Its
         # messages must not reach a model that still uses these groups
         break_links()
         leave_groups()
-        # The prefix keeps these groups apart from earlier ones: the store of torch forgets no key
+        # The prefix keeps the new groups apart from earlier ones: the store of torch keeps all keys
         prefix = f"{self.place.restart}/{generation}"
         store = dist.PrefixStore(prefix, self.store.open(rank.world_size))
         groups = groups_of(self.platform, is_on_one_machine=self.place.is_on_one_machine)
@@ -131,7 +131,7 @@ class RankSetUp:
 
 def groups_of(platform: PlatformFields, *, is_on_one_machine: bool) -> Groups:
     """Return the process groups that a platform describes."""
-    timeout = None  # of torch
+    timeout = None  # torch's own
     if platform.ipc_timeout_min is not None:
         timeout = timedelta(minutes=platform.ipc_timeout_min)
     return Groups(
@@ -147,7 +147,7 @@ def set_up(
     Raises:
         PlatformError: If the rank's device is not on this node.
     """
-    kind = Device(platform.device)
+    kind = platform.device
     device = platform.device_of(place.local_rank)
     if device.index is not None and device.index >= count_visible(kind):
         msg = (
@@ -159,16 +159,24 @@ def set_up(
     make_current(device)
     # After the device, whose generator gets the seed too
     seed(platform.seed)
-    numbers = place.global_rank, place.local_rank, place.node, place.world_size
-    return Rank(*numbers, device, platform, restart=place.restart, preemption=preemption)
+    return Rank(
+        place.global_rank,
+        place.local_rank,
+        place.node,
+        place.world_size,
+        device,
+        platform,
+        restart=place.restart,
+        preemption=preemption,
+    )
 
 
-def share_cores(platform: PlatformFields, share: int) -> None:
-    """Use as many threads as this rank's share of the cores, unless the user set a number.
+def share_cores(platform: PlatformFields, n_cores: int) -> None:
+    """Use one thread per core of this rank, unless the user set a number.
 
     OMP_NUM_THREADS holds for libraries loaded later.
     """
-    threads = max(1, share)
+    threads = max(1, n_cores)  # ranks share cores if there are fewer
     if platform.device != Device.CPU and platform.n_cpus > 1:
         threads = platform.n_cpus
     elif os.environ.get("OMP_NUM_THREADS", "").isdecimal():
@@ -180,30 +188,33 @@ def share_cores(platform: PlatformFields, share: int) -> None:
 def _leave_loopback(host: str) -> None:
     """Have gloo use the interface that leads to a host, unless the user has set another one.
 
-    Variables that name the loopback interface come from a rank of one machine that has started this
-    launch, for example by `sbatch`. They could not work here.
+    Variables that name the loopback interface come from a rank of a launch on one machine, which
+    has started this launch, for example by `sbatch`. Ranks of several machines cannot use it.
     """
     for name in INTERFACE_VARIABLES:
         if os.environ.get(name) in LOOPBACK_INTERFACES:
             del os.environ[name]
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _interface_to(host)) is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = _interface_to(host)
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def _interface_to(host: str) -> str | None:
-    """Return the name of the network interface that leads to a host.
-
-    None if there is none, or only with IPv6.
-    """
+    """Return the name of the network interface that leads to a host by IPv4; None without one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Sends nothing: the system chooses the address of this machine that leads to the host. If
+        # none does, the address is 0.0.0.0, which no interface has
         with contextlib.suppress(OSError):
             probe.connect((host, _ANY_PORT))
-        own = socket.inet_aton(probe.getsockname()[0])
+        own_host, _port = probe.getsockname()
+        own_address = socket.inet_aton(own_host)
         for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])  # `struct ifreq` begins with the name
+            # `struct ifreq` has the name, of at most 15 bytes, and then a `sockaddr_in`
+            request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):  # it has no address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                address = answer[20:24]  # of the `sockaddr_in` behind it
-                if address == own:
+                address = answer[20:24]
+                if address == own_address:
                     return name
     return None

@@ -1,4 +1,4 @@
-"""The shares of a machine that launches which run on it at the same time have."""
+"""Divide the devices and cores of this machine among launches that run at the same time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CoreShare:
 
 
 class Share(NamedTuple):
-    """The platform with the devices of one of several launches, and the cores of the launch."""
+    """The share of one launch: the platform with its devices, and its cores."""
 
     platform: PlatformFields
     cores: CoreShare
@@ -43,20 +43,19 @@ class Share(NamedTuple):
 def share_out(platform: PlatformFields, launches: int) -> list[Share]:
     """Divide the devices and the cores of this machine among launches of a platform.
 
-    Launches have different accelerators: there are fewer shares than launches if the devices do
-    not suffice. On the CPU, launches have different cores if there are enough. Launches on
-    accelerators may run on all cores, since some cores are near one device and some near another.
+    Each share has its own accelerators: there are fewer shares than launches if the devices do not
+    suffice. On the CPU, each share has its own cores if there are enough. Launches on accelerators
+    may run on all cores, because the cores near a device are not known.
     """
     platforms = [platform] * launches
     if platform.device != Device.CPU:
-        platforms = [
-            replace(platform, device_ids=ids) for ids in _share_devices(platform)[:launches]
-        ]
-        # Without a share, because a variable hides the devices by now, one launch is tried. It
-        # raises the error that names what is missing
+        shares = _share_devices(platform)[:launches]
+        platforms = [replace(platform, device_ids=devices) for devices in shares]
+        # None if a variable that was set since hides the devices. A launch then raises the error
+        # that names them
         platforms = platforms or [platform]
     number = len(platforms)
-    count = max(1, usable_cores() // number)  # with fewer cores than launches, they share them
+    count = max(1, usable_cores() // number)  # launches share cores if there are fewer
     pinned: list[tuple[int, ...]] = [()] * number
     can_pin = hasattr(os, "sched_setaffinity")  # not on macOS
     if platform.device == Device.CPU and can_pin:
@@ -71,8 +70,9 @@ def _share_devices(platform: PlatformFields) -> list[tuple[int, ...]]:
 
     A device that `device_ids` names twice is in two shares.
     """
-    left = list(range(count_visible(Device(platform.device))))
-    if platform.device_ids is not None:
+    if platform.device_ids is None:
+        left = list(range(count_visible(platform.device)))
+    else:
         left = list(platform.device_ids)
     shares = []
     size = platform.ranks_per_node
@@ -86,9 +86,9 @@ def _share_devices(platform: PlatformFields) -> list[tuple[int, ...]]:
 
 
 def _divide(cores: list[int], number: int) -> list[tuple[int, ...]]:
-    """Return neighboring cores for each of a number of launches.
+    """Divide cores among a number of launches, so that each gets neighbors in the list.
 
-    No launch is pinned if there are fewer cores than launches.
+    With fewer cores than launches, no launch gets any, and none is pinned.
     """
     if len(cores) < number:
         return [()] * number
@@ -98,9 +98,9 @@ def _divide(cores: list[int], number: int) -> list[tuple[int, ...]]:
 
 
 def _cores_by_place() -> list[int]:
-    """Return the cores that this process may run on, so that close ones are neighbors.
+    """Return the cores that this process may run on, ordered by their place in the machine.
 
-    Two hardware threads of one core have distant numbers on many machines.
+    The two hardware threads of a core are neighbors then. Their numbers are often far apart.
     """
     return sorted(os.sched_getaffinity(0), key=_place_of)
 
