@@ -102,7 +102,7 @@ def start_batch(jobs: Sequence[Job], max_parallel: int | None = None) -> list[Ba
     except BaseException:
         # The elements of an array are 7_0, 7_1, ...: 7 cancels all. Runs that have started remove
         # their folders
-        whole_job, _, _ = numbers[0].partition("_")
+        whole_job, *_ = numbers[0].split("_")
         commands.cancel_job(whole_job)
         raise
     return runs
@@ -268,8 +268,11 @@ class BatchRun(Run):
         # If ranks end already, they report the reason
         if time.monotonic() < limit_at or self._start.is_ending:
             return None
-        timed_out = f"not done after timeout_min={limit_min:g} minutes"
-        return Ending({}, timed_out=timed_out, stacks=self.stacks())
+        return Ending(
+            {},
+            timed_out=f"not done after timeout_min={limit_min:g} minutes",
+            stacks=self.stacks(),
+        )
 
     def _act_on_state(self, state: commands.JobState) -> Ending | None:
         """Follow the next start, or requeue a job that has failed, or return how the job ended.
@@ -501,7 +504,7 @@ def _poll_pause(age_s: float) -> float:
 
 def _error_of_task(place: str, traceback: str) -> LaunchError:
     """Return the error of a task that ended before it could run this package."""
-    _, _, reason = traceback.strip().rpartition("\n")
+    *_, reason = traceback.strip().rpartition("\n")
     error = LaunchError(f"{place} cannot run parawrap: {reason}")
     error.add_note(
         "the Python there is the one of this process, and must find torch and "

@@ -59,7 +59,7 @@ def job_state(job: str) -> JobState:
     # Without the name of the job, which comes before, and its command, which comes behind: these
     # may contain anything
     _, state, after_state = output.partition("JobState=")
-    shown, _, _ = (state + after_state).partition(" Command=")
+    shown, *_ = (state + after_state).partition(" Command=")
     pairs = re.findall(r"(\w+)=(\S*)", shown)
     fields = {name: value for name, value in pairs if value != "(null)"}
     if "JobState" not in fields:
@@ -77,7 +77,7 @@ def hosts_of(nodes: str) -> list[str]:
 
 def short_name(host: str) -> str:
     """Return a hostname without its domain, so that both spellings of a host compare equal."""
-    name, _, _ = host.partition(".")
+    name, *_ = host.partition(".")
     return name
 
 

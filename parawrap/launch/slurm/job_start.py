@@ -91,7 +91,7 @@ class JobStart:
     def deaths(self) -> dict[int, Died]:
         """Return the deaths of the ranks that ended first, and did not report how."""
         # The tasks that the log lists after that line were ended by srun
-        log, _, _ = read_text(self.log, self._log_begin).partition(_ENDS_ALL)
+        log, *_ = read_text(self.log, self._log_begin).partition(_ENDS_ALL)
         deaths: dict[int, Died] = {}
         for ranks, words in _DEATH.findall(log):
             for rank in _numbers_in(ranks):

@@ -120,11 +120,11 @@ class Folder:
     def remove(self) -> None:
         """Remove the folder. The last launch of an array also removes the shared parent folder."""
         shutil.rmtree(self.path, ignore_errors=True)
-        array = self.path.parent
         with contextlib.suppress(OSError):  # another launch of the array has removed it
-            is_last = {path.name for path in array.iterdir()} <= {_SUBMITIT}
+            names = os.listdir(self.path.parent)  # noqa: PTH208 (names only)
+            is_last = {*names} <= {_SUBMITIT}
             if is_last:
-                shutil.rmtree(array, ignore_errors=True)
+                shutil.rmtree(self.path.parent, ignore_errors=True)
 
     def log(self, job: str) -> Path:
         """Return the log of a job: that of its script, srun, and slurmstepd, for all starts.
