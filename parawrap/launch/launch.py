@@ -79,12 +79,13 @@ class Launch(Generic[R]):
             if self._results is None:
                 assert self._run.how is not None
                 self._results = self._unpickle(self._run.how)
-        if isinstance(self._results, BaseException):
+            results = self._results
+        if isinstance(results, BaseException):
             if not self._run.is_of_this_process:
                 # Without this, each call would add its frames to the same exception
-                self._results.with_traceback(None)
-            raise self._results
-        return self._results
+                results.with_traceback(None)
+            raise results
+        return results
 
     def _unpickle(self, how: How) -> RankResults[Any] | BaseException:
         """Return the results of the ranks, or the error that `results` raises."""
@@ -149,11 +150,7 @@ class Launch(Generic[R]):
         Raises:
             IndexError: If `rank` is not a rank of this launch.
         """
-        transcripts = self._run.output.transcripts
-        if not 0 <= rank < len(transcripts):
-            msg = f"rank={rank}: this launch has the ranks 0 to {len(transcripts) - 1}"
-            raise IndexError(msg)
-        return transcripts[rank].text()
+        return self._run.log_of(rank)
 
     def stacks(self) -> dict[int, str]:
         """Return the stacks of all threads of each running rank, by global rank.
@@ -174,7 +171,7 @@ class Launch(Generic[R]):
             for rank, transcript in enumerate(self._run.output.transcripts)
         ]
         columns = ("rank", "state", "last line")
-        title = repr(self).strip("<>")
+        title = f"{self!r}".strip("<>")
         return Table(title, columns, rows, texts=("state", "last line")).html()
 
     def _state_of(self, rank: int) -> str:

@@ -144,8 +144,9 @@ class Ranks:
         size = len(self)
         if not -size <= rank < size:
             del self  # as in `__call__`
-            raise _error_of_index(rank, size)
-        return OneRank(self, rank % size)
+            msg = f"rank={rank}: there are the ranks 0 to {size - 1}"
+            raise IndexError(msg)
+        return OneRank(self, rank % size)  # a negative rank counts from the last one
 
     def __len__(self) -> int:
         return len(self._all)
@@ -165,11 +166,9 @@ class Ranks:
         Raises:
             IndexError: If `rank` is not one of these ranks.
         """
-        size = len(self)
-        if not 0 <= rank < size:
-            del self  # as in `__call__`
-            raise _error_of_index(rank, size)
-        return self._run.output.transcripts[rank].text()
+        run = self._run
+        del self  # as in `__call__`
+        return run.log_of(rank)
 
     @property
     def state(self) -> str:
@@ -190,7 +189,7 @@ class Ranks:
             device = platform.device_of(rank % platform.ranks_per_node)
             state = "ended" if have_ended else self._run.state_of(rank)
             rows.append((f"{rank}", str(device), state))
-        title = repr(self).strip("<>")
+        title = f"{self!r}".strip("<>")
         return Table(title, ("rank", "device", "state"), rows, texts=("device", "state")).html()
 
     # -- the end
@@ -260,10 +259,6 @@ class OneRank:
 
     def __repr__(self) -> str:
         return f"<rank {self._rank} of {self._ranks!r}>"
-
-
-def _error_of_index(rank: int, size: int) -> IndexError:
-    return IndexError(f"rank={rank}: there are the ranks 0 to {size - 1}")
 
 
 # -- a call. No frame of these functions refers to a handle: see `Ranks.__call__`

@@ -108,7 +108,11 @@ class RanksCall(Run):
         return self._ranks_run.state_of(rank) if self.has_begun else "idle"
 
     def take_notes(self) -> list[str]:
-        if not self.leaves_ranks_apart or not self._ranks_run.take_right_to_warn():
+        if not self.leaves_ranks_apart:
+            return []
+        # Errors may be raised in several threads at once: one of them acquires it
+        is_first = self._ranks_run.right_to_warn.acquire(blocking=False)
+        if not is_first:
             return []
         note = _APART
         if isinstance(self.how, Ending) and self.how.regroups:
@@ -118,7 +122,8 @@ class RanksCall(Run):
     def wait_for_end(self) -> None:
         """Wait for the end, also if the run ends without ending this call."""
         while not self._ended.wait(_POLL_S):
-            self._ranks_run.end_if_over(self)
+            if self._ranks_run.is_done():
+                self.end(self._ranks_run.error_of_end(self.call.name))
 
     def ending(self) -> Ending:
         """Return how the ranks ended the call, or raise its error if no rank got it."""
@@ -145,6 +150,7 @@ class RanksRun(PoolRun):
             while they take calls.
         has_lost_handle: True once nothing refers to the handle any more.
         is_closed: True once the user has closed the handle. Calls in the queue are still made.
+        right_to_warn: A lock that the error with the note `_APART` has.
     """
 
     thread_name = "parawrap-ranks"
@@ -167,9 +173,9 @@ class RanksRun(PoolRun):
         self._driven: RanksCall | None = None
         self._queue: deque[RanksCall] = deque()
         self.is_closed = False
-        # Free until the first error after which the ranks may be one step apart has taken it. It is
-        # never released: the next call that succeeds puts a new lock here
-        self._right_to_warn = threading.Lock()
+        # The first error after which the ranks may be one step apart acquires it, and never
+        # releases it: the next call that succeeds puts a new lock here
+        self.right_to_warn = threading.Lock()
 
     # -- any thread
 
@@ -185,14 +191,10 @@ class RanksRun(PoolRun):
             self._fail_queue()
         held.end()
 
-    def end_if_over(self, request: RanksCall) -> None:
-        """End a call if the run has ended."""
-        if self.is_done():
-            request.end(self.error_of_end(request.call.name))
-
     def interrupt(self, request: RanksCall, *, cancels: bool) -> None:
-        """Raise KeyboardInterrupt in each rank that runs a call, or drop one that has not begun."""
-        if (pool := self._pool) is not None:
+        """Raise KeyboardInterrupt in the ranks of a call, or end a call that has not begun."""
+        pool = self._pool
+        if pool is not None:
             pool.post(partial(self._interrupt, pool, request, cancels=cancels))
 
     def close(self) -> None:
@@ -204,11 +206,6 @@ class RanksRun(PoolRun):
         """End the ranks, without waiting: the collector calls this in any thread."""
         self.has_lost_handle = True
         self.cancel()
-
-    def take_right_to_warn(self) -> bool:
-        """Return True for the first error after which the ranks may be one step apart."""
-        # Errors may be raised in several threads at once: one of them acquires it
-        return self._right_to_warn.acquire(blocking=False)
 
     def check_open(self, name: str) -> None:
         """Raise LaunchError if the ranks have ended, or this process did not open them."""
@@ -272,17 +269,17 @@ class RanksRun(PoolRun):
         the call was submitted.
         """
         pool = self._pool
-        if pool is None or not self._is_idle:
+        if pool is None:
             self.submit(request)
             return None
         held = HeldSignals(pool.events.wake_caller)
         has_begun = False
         try:
             with pool.events.lock:
-                # Read again under the lock: another thread may have begun a call since. A stale
-                # pickle goes to the queue, where `_advance` refuses it
+                # A stale pickle goes to the queue, where `_advance` refuses it
                 is_stale = request.losses != self.losses
-                if self._is_idle and not pool.is_ending and not is_stale:
+                can_begin = self._is_idle and not pool.is_ending
+                if can_begin and not is_stale:
                     pool.begin(request.call)
                     self._current = self._driven = request
                     pool.events.lend()
@@ -348,14 +345,13 @@ class RanksRun(PoolRun):
 
     @property
     def _is_idle(self) -> bool:
-        """True if a call would begin at once."""
-        # Not `is_busy`: a property is one more function in each warm call
-        must_wait = self._current is not None or self._queue
+        """True if the ranks take calls, and run none."""
         takes_no_calls = self.is_closed or self.last_ending is not None
-        return not (must_wait or takes_no_calls)
+        return not (self.is_busy or takes_no_calls)
 
     def _wake(self) -> None:
-        if (pool := self._pool) is not None:
+        pool = self._pool
+        if pool is not None:
             pool.post(do_nothing)
 
     # -- the thread
@@ -471,7 +467,7 @@ class RanksRun(PoolRun):
         ending = pool.finish(request.call)
         call = request.call
         if ending.is_success:
-            self._right_to_warn = threading.Lock()  # a new token: one later error may warn
+            self.right_to_warn = threading.Lock()  # a new one: the next such error may warn
         # Without process groups, no call keeps the states of the ranks equal
         elif ending.is_uneven and not pool.is_ending and self.job.platform.requires_ipc:
             have_begun = set(call.ranks) - call.unloaded

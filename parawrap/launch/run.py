@@ -23,7 +23,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parawrap.errors import LaunchError
 from parawrap.launch._job import Job
@@ -46,7 +46,7 @@ _running: set[Run] = set()
 _is_exiting = False  # set once, by the exit hook
 
 
-class RunOutput:
+class RunOutput(NamedTuple):
     """The output of the ranks of one run: kept, written to files, and printed.
 
     Attributes:
@@ -55,15 +55,9 @@ class RunOutput:
         folder: The folder of the files under ``console_logs``; None without files.
     """
 
-    def __init__(
-        self,
-        transcripts: Sequence[Transcript] = (),
-        printer: Printer | None = None,
-        folder: Path | None = None,
-    ) -> None:
-        self.transcripts = transcripts
-        self.printer = printer
-        self.folder = folder
+    transcripts: Sequence[Transcript] = ()
+    printer: Printer | None = None
+    folder: Path | None = None
 
     @classmethod
     def of(
@@ -165,6 +159,18 @@ class Run:
     def state_of(self, rank: int) -> str:
         """Describe the state of a rank, while the ranks run."""
         return "running"
+
+    def log_of(self, rank: int) -> str:
+        """Return the output of a rank so far.
+
+        Raises:
+            IndexError: If the run does not have this rank.
+        """
+        transcripts = self.output.transcripts
+        if not 0 <= rank < len(transcripts):
+            msg = f"rank={rank}: there are the ranks 0 to {len(transcripts) - 1}"
+            raise IndexError(msg)
+        return transcripts[rank].text()
 
     def take_notes(self) -> list[str]:
         """Return further notes for the error of this run, which the caller is about to raise."""

@@ -42,7 +42,7 @@ def test_handle_follows_the_launch(tmp_path):
     assert launch.results() is launch.results()
     launch.cancel()  # too late
     assert (launch.state, launch.done(), launch.logs(1)) == ("finished", True, "in rank 1\n")
-    with pytest.raises(IndexError, match="rank=2: this launch has the ranks 0 to 1"):
+    with pytest.raises(IndexError, match="rank=2: there are the ranks 0 to 1"):
         launch.logs(2)
 
 
