@@ -1,10 +1,10 @@
 """The Ray actor of a node.
 
-It starts the process that forks the node's ranks, and connects them to the launching process.
+The actor starts the server, which is the process that forks the node's ranks. It connects the ranks
+to the launching process.
 
 Ray pickles this file by value and runs it with the Python of the node, so it imports nothing of
-parawrap. Importing torch takes more than a second, and only the process that forks the ranks needs
-it.
+parawrap. Nor does it import torch, which takes more than a second: only the server needs it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from typing import Any
 
 CONNECTIONS = 5
 """The connections of a rank: its status, data, control, standard output, and standard error."""
+
+RANK_BYTES = 4
+"""The bytes of the number of a rank, after the token in the first message of a connection."""
 
 _CONNECT_S = 30.0  # the launching process answers at once, unless the network is down
 _PROGRAM = """
@@ -49,8 +52,8 @@ class NodeActor:
     """
 
     def __init__(self, threads: int) -> None:
-        # Our end, and the one of the server. The server reads requests to fork from its standard
-        # input, and ends when our end is closed
+        # The end of the actor, and that of the server. The server reads requests to fork from its
+        # standard input, and ends when the actor's end is closed
         self._requests, of_server = socket.socketpair()
         # "" in the path is the working folder, which differs in the server. `Path("")` is "."
         path = [os.path.abspath(each) for each in sys.path]  # noqa: PTH100
@@ -62,35 +65,36 @@ class NodeActor:
                 # Ray sets the variable to the CPUs of the whole actor
                 env={**os.environ, "OMP_NUM_THREADS": str(threads)},
                 start_new_session=True,
-                # Imports fail in a deleted working folder
-                cwd="/",
+                cwd="/",  # imports fail in a working folder that was deleted
             )
         self._output: Any = server.stdout
 
     def started(self) -> tuple[str, str, str]:
         """Wait for the server.
 
-        Return the hostname and the address of the node, and why the server cannot start.
+        Return the hostname of the node, its address, and the reason if the server cannot start,
+        otherwise an empty text.
         """
         ray: Any = importlib.import_module("ray")  # of the node
-        said = self._output.readline().decode()
-        failure = said or "it ended"
-        if said == "ready\n":
+        line = self._output.readline().decode()
+        failure = line or "its server ended"
+        if line == "ready\n":
             failure = ""
         return socket.gethostname(), str(ray.util.get_node_ip_address()), failure
 
     def start(self, address: tuple[str, int], token: bytes, ranks: Sequence[int]) -> None:
         """Start ranks that are connected to the launching process at this address."""
         for rank in ranks:
-            connections = [
-                socket.create_connection(address, _CONNECT_S) for _ in range(CONNECTIONS)
-            ]
-            for kind, each in enumerate(connections):
-                each.settimeout(None)
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                each.sendall(token + rank.to_bytes(4, "little") + bytes([kind]))
-            # A request of the server: fork a rank with these connections. It gets duplicates. This
-            # is FORK of `fork_server.py`, which this file cannot import
+            connections = []
+            for kind in range(CONNECTIONS):
+                connection = socket.create_connection(address, _CONNECT_S)
+                connection.settimeout(None)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                hello = token + rank.to_bytes(RANK_BYTES, "little") + bytes([kind])
+                connection.sendall(hello)
+                connections.append(connection)
+            # Request the server to fork a rank with duplicates of the connections. b"f" is FORK of
+            # `fork_server.py`, which this file cannot import
             socket.send_fds(self._requests, [b"f"], [each.fileno() for each in connections])
             for each in connections:
                 each.close()
@@ -102,10 +106,10 @@ class NodeActor:
                 kill(pid, signal.SIGKILL)
 
     def stay(self) -> None:
-        """Block until the actor ends, so that the launching process learns of its end."""
+        """Block until the actor ends. The call of the launching process then raises an error."""
         threading.Event().wait()
 
     def close(self) -> None:
         """End the server, and wait until it has ended its ranks."""
         self._requests.close()
-        self._output.read()
+        self._output.read()  # until the server has closed it, at its end

@@ -1,9 +1,9 @@
 """The nodes of a Ray cluster as machines of a launch.
 
-Ray reserves the resources and starts an actor per node, whose server forks the ranks. Each rank has
-five TCP connections to the launching process, in place of the sockets and pipes that it has on one
-machine. A random token, which Ray carries to the nodes, protects the port. If the launching process
-dies, Ray ends the actors, and their servers end the ranks.
+Ray reserves the resources and starts an actor per node. The server of the actor forks the ranks.
+Each rank has five TCP connections to the launching process, in place of the sockets and pipes that
+a rank has on one machine. A random token, which Ray carries to the nodes, protects the port. If the
+launching process dies, Ray ends the actors, and their servers end the ranks.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Any, Self
 from parawrap.errors import LaunchError
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch.machines import Hosts, Machines
-from parawrap.launch.ray._node_actor import CONNECTIONS
+from parawrap.launch.ray._node_actor import CONNECTIONS, RANK_BYTES
 from parawrap.launch.ray.reservation import Reservation
 from parawrap.processes.fork_server import Connections
 from parawrap.processes.settings import Settings
 from parawrap.processes.torch_groups import LOOPBACK, open_tcp_store
 
 _TOKEN_BYTES = 32  # 256 bits cannot be guessed
-_HELLO_BYTES = _TOKEN_BYTES + 5  # the token, the rank, and the kind of connection
-_ARRIVAL_S = 60.0  # for a connection to arrive; a guess that no test has contradicted
-_POLL_S = 0.2  # between two looks whether the launch was cancelled
+_HELLO_BYTES = _TOKEN_BYTES + RANK_BYTES + 1  # the token, the rank, and the kind of connection
+_ARRIVAL_S = 60.0  # for all connections to arrive; a guess that no test has contradicted
+_POLL_S = 0.2  # of a wait for connections: has the launch been cancelled?
 _NOTICE_S = 8.0  # Ray reports the loss of a node after about five seconds
 _SERVER_EXIT_S = 10.0  # for the servers to end, which have no ranks left
 # Ray may place an actor on a lost node, because it notices a loss only after some seconds
@@ -55,19 +55,22 @@ class RayMachines(Machines):
     @contextlib.contextmanager
     def open(self, is_cancelled: Callable[[], bool]) -> Iterator[Hosts | None]:
         platform, reservation, ray = self.platform, self.reservation, self.reservation.ray
-        while not reservation.request_and_wait():  # for a moment, so this loop is not busy
+        while not reservation.request_and_wait():  # each turn waits, so this loop is not busy
             if is_cancelled():
                 yield None
                 return
         nodes: list[_Node] = []
         try:
+            # Start the actors. Not a comprehension: after an error, those before it are closed
             for number in range(platform.n_nodes):
-                # Not a comprehension: after an error, the actors before it are closed
                 nodes.append(_Node(reservation, number))  # noqa: PERF401
             for node in nodes:
                 if not node.await_start(is_cancelled):
                     yield None
                     return
+
+            # Open the port of the ranks' connections, and the store where they meet. If all ranks
+            # are on this machine, no other machine can reach them
             here = str(ray.util.get_node_ip_address())
             is_local = platform.master_addr is None and all(node.address == here for node in nodes)
             own_address = LOOPBACK if is_local else here
@@ -80,12 +83,9 @@ class RayMachines(Machines):
             with store as store_address, starting as starter:
                 yield Hosts(starter, store_address)
         finally:
-            if nodes and ray.is_initialized():
-                ray.wait(
-                    [node.actor.close.remote() for node in nodes],
-                    num_returns=len(nodes),
-                    timeout=_SERVER_EXIT_S,
-                )
+            if nodes and ray.is_initialized():  # after a shutdown, a call would start Ray again
+                closed = [node.actor.close.remote() for node in nodes]
+                ray.wait(closed, num_returns=len(nodes), timeout=_SERVER_EXIT_S)
                 for node in nodes:
                     ray.kill(node.actor)
 
@@ -97,7 +97,7 @@ class RayMachines(Machines):
 
 
 class _Node:
-    """One node, and the actor that starts its ranks."""
+    """One node of an attempt, and the actor that starts its ranks."""
 
     def __init__(self, reservation: Reservation, number: int) -> None:
         self.number = number
@@ -109,15 +109,15 @@ class _Node:
         self.is_lost = threading.Event()
 
     def await_start(self, is_cancelled: Callable[[], bool]) -> bool:
-        """Wait until the server of the node can fork.
+        """Wait until the server of the node can fork. Start the actor again if it ends.
 
         Return False if `is_cancelled` returns True before.
 
         Raises:
-            LaunchError: If it cannot start.
+            LaunchError: If the server cannot start, or if the actor ends again and again.
         """
         ray = self._reservation.ray
-        failed = 0
+        tries = 1
         while True:
             started = self.actor.started.remote()
             while not self._reservation.wait_briefly(started):
@@ -125,17 +125,17 @@ class _Node:
                     return False
             try:
                 self.host, self.address, failure = ray.get(started)
+                break
             except ray.exceptions.RayError as error:
-                failed += 1
-                if failed == _MOST_TRIES:
+                if tries == _MOST_TRIES:
                     msg = f"node {self.number}: its actor ended: {error}"
                     raise LaunchError(msg) from error
+                tries += 1
                 self.actor = self._reservation.start_actor(self.number)
-                continue
-            if failure:
-                msg = f"node {self.number}: {failure}"
-                raise LaunchError(msg)
-            return True
+        if failure:
+            msg = f"node {self.number}: {failure}"
+            raise LaunchError(msg)
+        return True
 
 
 class _ActorStarter:
@@ -154,7 +154,7 @@ class _ActorStarter:
     ) -> None:
         self._ray = ray
         self._is_cancelled = is_cancelled
-        # For all ranks together. The time limit of the launch counts from its start, so from here
+        # When all connections must be here. The time limit of the launch counts from here, too
         limit_s = math.inf if platform.timeout_min is None else 60 * platform.timeout_min
         self._until = time.monotonic() + min(_ARRIVAL_S, limit_s)
         self._per_node = platform.ranks_per_node
@@ -163,13 +163,15 @@ class _ActorStarter:
         backlog = CONNECTIONS * platform.world_size  # all may arrive at once
         self._listener = socket.create_server((own_address, 0), backlog=backlog)
         self._listener.setblocking(False)
-        # New connections, and the bytes that each has sent
+        # New connections, and the bytes that each has sent. This object owns the sockets in it and
+        # in the next two
         self._hellos: dict[socket.socket, bytes] = {}
-        # By rank, and by kind in the order of `Connections`
+        # Connections that have sent the token, by rank, and by kind as `start` names the kinds
         self._arrived: dict[int, dict[int, socket.socket]] = {}
-        # Copies, by rank, to end the connections of a lost node
+        # Duplicates of the status connections that `start` hands over, by rank. They can end the
+        # connections of a lost node
         self._status: dict[int, socket.socket] = {}
-        self._is_closed = False  # before the actors end, so that their end is no loss
+        self._is_closed = False  # set before the actors end: their end is no loss then
 
     def __enter__(self) -> Self:
         for node in self._nodes:
@@ -182,9 +184,11 @@ class _ActorStarter:
     def __exit__(self, *_: object) -> None:
         self._is_closed = True
         self._listener.close()
-        arrived = [each for found in self._arrived.values() for each in found.values()]
-        for each in (*self._hellos, *self._status.values(), *arrived):
+        for each in (*self._hellos, *self._status.values()):
             each.close()
+        for by_kind in self._arrived.values():
+            for each in by_kind.values():
+                each.close()
 
     def start(self, rank: int) -> Connections:
         node = self._nodes[rank // self._per_node]
@@ -200,6 +204,7 @@ class _ActorStarter:
                 )
                 raise LaunchError(msg)
             self._accept(_POLL_S)
+        # Hand the connections over to the pool
         by_kind = self._arrived.pop(rank)
         status, data, control, *streams = [by_kind[kind] for kind in range(CONNECTIONS)]
         self._status[rank] = status.dup()
@@ -207,7 +212,7 @@ class _ActorStarter:
         return Connections(place, data, control, status.detach(), outputs)
 
     def _accept(self, wait_s: float) -> None:
-        """Wait for connections for at most this time, and read what they say.
+        """Accept connections, and read from those before, for at most this time.
 
         A connection counts once it has sent the token. Other connections, such as those of a port
         scanner, delay no rank.
@@ -216,22 +221,22 @@ class _ActorStarter:
         waiting = {each.fileno(): each for each in (self._listener, *self._hellos)}
         for file in waiting:
             poll.register(file, select.POLLIN)
-        for file, _ in poll.poll(1000 * wait_s):
-            if file == self._listener.fileno():
-                with contextlib.suppress(OSError):  # it has gone again
-                    connection, _ = self._listener.accept()
-                    connection.setblocking(False)
-                    self._hellos[connection] = b""
-            else:
+        for file, _event in poll.poll(1000 * wait_s):
+            if waiting[file] is not self._listener:
                 self._read_hello(waiting[file])
+                continue
+            with contextlib.suppress(OSError):  # the connection has gone again
+                connection, _address = self._listener.accept()
+                connection.setblocking(False)
+                self._hellos[connection] = b""
 
     def _read_hello(self, connection: socket.socket) -> None:
-        """Read the token, the rank, and the kind of a connection.
+        """Read the token, the rank, and the kind of a connection, as far as they have come.
 
-        Close it if the token is wrong.
+        Close it if the token is wrong, or if the connection ends before.
         """
         hello = self._hellos[connection]
-        data = b""  # also at the end of the connection
+        data = b""  # also after an error
         with contextlib.suppress(OSError):
             data = connection.recv(_HELLO_BYTES - len(hello))
         hello += data
@@ -239,7 +244,7 @@ class _ActorStarter:
             self._hellos[connection] = hello
             return
         del self._hellos[connection]
-        # Its time does not depend on the bytes, which would help to guess the token
+        # Not ==, whose time would help to guess the token
         has_token = hmac.compare_digest(hello[:_TOKEN_BYTES], self._token)
         if not (data and has_token):
             connection.close()
@@ -250,29 +255,29 @@ class _ActorStarter:
         self._arrived.setdefault(rank, {})[kind] = connection
 
     def _await_end(self, node: _Node) -> None:
-        """End the connections of the ranks of a node that Ray has lost.
+        """Wait for the end of an actor. If Ray has lost it, end the connections of its ranks.
 
-        TCP would keep them open for minutes.
+        TCP would keep them open for minutes. Runs in a thread of its own.
         """
         try:
-            self._ray.get(node.actor.stay.remote())
+            self._ray.get(node.actor.stay.remote())  # raises when the actor ends
         except Exception as error:  # noqa: BLE001 (also a shutdown of Ray)
             if self._is_closed:
                 return
             node.is_lost.set()
             _log.warning("node %d of a launch is lost: its actor died: %s", node.number, error)
-            for rank, status in list(self._status.items()):
+            for rank, status in list(self._status.items()):  # a copy: `start` may add to it
                 if rank // self._per_node == node.number:
                     with contextlib.suppress(OSError):
                         status.shutdown(socket.SHUT_RDWR)
 
     def kill(self, rank: int, pid: int) -> None:
         with contextlib.suppress(Exception):  # Ray was shut down
-            if pid:
+            if pid:  # 0 before the rank has reported it
                 self._nodes[rank // self._per_node].actor.kill.remote(pid)
 
     def describe(self, rank: int) -> str:
-        """Say with what a rank was lost. Only Ray knows whether its node is."""
+        """Return the thing that a rank was lost with. Ray may first report a lost node."""
         node = self._nodes[rank // self._per_node]
         if node.is_lost.wait(_NOTICE_S):
             return "its node, which no longer answers"

@@ -15,17 +15,17 @@ from parawrap.launch._devices import Device
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch.ray import _node_actor
 
-_POLL_S = 0.2  # short against the start of an actor, which takes seconds
+_POLL_S = 0.2  # of a wait; short compared with the start of an actor, which takes seconds
 _ANSWER_S = 5.0  # a head node in the same network answers in milliseconds
 _GB = 1 << 30  # bytes
 # Methods of an actor that may run at the same time. `stay` runs as long as the actor; `kill` and
 # `close` must not wait for it, or for a `start` on a slow network
 _ACTOR_THREADS = 4
-_JOINING = threading.Lock()  # ray.init raises if another thread has called it
+_joining = threading.Lock()  # held for `ray.init`, which raises if another thread has called it
 
 
 def _join_cluster() -> Any:
-    """Return the ray module, once this process has joined a cluster.
+    """Join a cluster, and return the ray module.
 
     The cluster is that of `ray.init`, if the process has called it. Otherwise it is the cluster of
     RAY_ADDRESS, or one on this machine.
@@ -39,9 +39,9 @@ def _join_cluster() -> Any:
             "to start the ranks on this machine"
         )
         raise LaunchError(msg) from error
-    with _JOINING:
+    with _joining:
         if not ray.is_initialized():
-            _join(ray)
+            _init(ray)
     if ray.util.client.ray.is_connected():
         msg = (
             "Ray Client (ray://) runs this process outside of the cluster, where ranks cannot "
@@ -51,11 +51,16 @@ def _join_cluster() -> Any:
     return ray
 
 
-def _join(ray: Any) -> None:
+def _init(ray: Any) -> None:
+    """Join the cluster of RAY_ADDRESS, or the one on this machine.
+
+    Raises:
+        LaunchError: If there is no such cluster.
+    """
     address = os.environ.get("RAY_ADDRESS", "auto")
     host, _, port = address.rpartition(":")
     try:
-        # Ray itself would retry for minutes. Other forms, such as ray://, are left to Ray
+        # Connect first, because Ray would retry for minutes. It checks other forms, such as ray://
         is_host_and_port = bool(host) and port.isdecimal() and "/" not in host
         if is_host_and_port:
             socket.create_connection((host, int(port)), _ANSWER_S).close()
@@ -95,8 +100,8 @@ class Reservation:
     def request_and_wait(self) -> bool:
         """Request the resources, and wait a moment for them. Return True if the launch has them.
 
-        Not called by the main thread, where a Ctrl-C could come between the request and the
-        assignment. Ray moves the share of a lost node to another node.
+        Call it in the thread of the run: in the main thread, Ctrl-C could come between the request
+        and the assignment. Ray moves the share of a lost node to another node.
 
         Raises:
             LaunchError: If Ray was shut down.
@@ -122,7 +127,7 @@ class Reservation:
         return bool(ready)
 
     def start_actor(self, node: int) -> Any:
-        """Return a new actor for the share of a node.
+        """Return a new actor that has the share of a node.
 
         Ray starts it as soon as the launch has the resources.
         """
@@ -151,19 +156,22 @@ class Reservation:
 
     def end(self) -> None:
         """Release the resources. Ray kills the actors that still use them."""
-        # After a shutdown, any call would start Ray again
+        # After a shutdown, a call would start Ray again
         if self._group is not None and self.ray.is_initialized():
             self.ray.util.remove_placement_group(self._group)
 
     def _check_size(self) -> None:
-        """Check the size of the cluster: Ray would wait forever for what no node has."""
+        """Raise LaunchError if too few nodes are large enough. Ray would wait for them forever."""
         nodes = [node for node in self.ray.nodes() if node["Alive"]]
         fitting = 0
         found = []
         for node in nodes:
             resources = {name: node["Resources"].get(name, 0) for name in self._bundle}
             found.append(f"{node['NodeManagerHostname']} has {_describe(resources)}")
-            if all(resources[name] >= amount for name, amount in self._bundle.items()):
+            is_large_enough = all(
+                resources[name] >= amount for name, amount in self._bundle.items()
+            )
+            if is_large_enough:
                 fitting += 1
         if fitting >= self._platform.n_nodes:
             return
@@ -176,6 +184,7 @@ class Reservation:
 
 
 def _describe(resources: dict[str, float]) -> str:
+    """Describe amounts of resources, such as "4 CPU, 2 GPU"."""
     described = []
     for name, amount in resources.items():
         is_memory = name == "memory"  # Ray counts it in bytes
@@ -185,9 +194,7 @@ def _describe(resources: dict[str, float]) -> str:
 
 @cache
 def _actor_class(ray: Any) -> Any:
-    """Return the class of node actors.
-
-    Ray sends a class to the cluster once. The Python of a node may lack parawrap.
-    """
+    """Return the class of node actors, which Ray sends to the cluster once."""
+    # The Python of a node may lack parawrap
     ray.cloudpickle.register_pickle_by_value(_node_actor)
     return ray.remote(max_concurrency=_ACTOR_THREADS)(_node_actor.NodeActor)
