@@ -20,9 +20,7 @@ _SUSPENDS = (
 )
 
 DECORATED: dict[type, Callable[..., Job]] = {}
-"""Classes of functions that are decorated for launches, with a function that makes the job of a
-call.
-"""
+"""Functions that make the job of a call, by the class of the decorated function."""
 
 _log = logging.getLogger("parawrap.launch")
 
@@ -33,8 +31,10 @@ class Job:
 
     Attributes:
         bound_to: The object of a bound method, as a tuple of one; empty for a function.
-        sent_as: An object to send instead of the function. Unpickling it gives the function.
-        number: The number of the launch among those of `map`. It stands in front of the output.
+        sent_as: An object to send instead of the function, which unpickles as the function; None to
+            send the function.
+        number: The number of the launch among those of `map`, which stands in front of its output;
+            None for other launches.
         cores: The cores of the launch; None for all.
     """
 
@@ -112,11 +112,11 @@ def check_signature(
     except TypeError as error:
         # The words of Python, with the name of the function
         msg = f"{getattr(function, '__name__', function)}() {error}"
-        takes_class = next(iter(signature.parameters), "") == "cls"
-        has_class = not args or isinstance(args[0], type)
+        takes_class = [*signature.parameters][:1] == ["cls"]
+        lacks_class = bool(args) and not isinstance(args[0], type)
         # The function of a classmethod that Python has not bound. Until 3.12, @classmethod bound
         # the methods of the decorated function too, such as `submit`
-        if takes_class and not has_class:
+        if takes_class and lacks_class:
             msg += (
                 ". Since Python 3.13, write @wrapper(...) above @classmethod to use submit, map, "
                 "dry_run, and inline"

@@ -20,7 +20,7 @@ def launch(job: Job) -> Launch[Any]:
     """
     name = launcher_name(job.platform)
     if name == "env":
-        # These launchers are imported where they are used: most programs need one of them
+        # Launchers are imported where they are used: most programs need only one of them
         from parawrap.launch.torchrun import run_here
 
         return Launch(run_here(job))
@@ -58,7 +58,7 @@ def machines_for(platform: PlatformFields) -> Machines:
     """Return the machines of a platform.
 
     Raises:
-        LaunchError: If they cannot be had.
+        LaunchError: If Ray is missing, or its cluster is missing or too small.
     """
     # Imported here, because it imports Ray
     if platform.launcher == "ray":

@@ -140,9 +140,11 @@ def find_rank() -> Rank | None:
     A child of multiprocessing, such as a loader worker, has the rank of its parent, without the
     process group.
     """
-    # `_current` of a forked child is in its memory. Others unpickle the rank when it is needed
-    if _current is None and (pickled := passed_on_rank()) is not None:
-        become(pickle.loads(pickled))
+    # A forked child has `_current` in its memory. Other children unpickle the rank here
+    if _current is None:
+        pickled = passed_on_rank()
+        if pickled is not None:
+            become(pickle.loads(pickled))
     return _current
 
 
@@ -154,7 +156,7 @@ def inside_a_rank() -> bool:
 def become(rank: Rank) -> None:
     """Make `rank` the current rank."""
     global _current
-    # As bytes: a child that does not ask for its rank need not import parawrap and torch
+    # As bytes: a child that does not use its rank need not import parawrap and torch
     pickled = pickle.dumps(rank)
     # One assignment: other threads of the function see the old rank or the new one
     _current = rank
@@ -166,8 +168,8 @@ def acting_as(rank: Rank) -> Iterator[None]:
     """Make `rank` the current rank inside the block."""
     global _current
     before, passed_on = _current, passed_on_rank()
-    become(rank)
     try:
+        become(rank)
         yield
     finally:
         _current = before

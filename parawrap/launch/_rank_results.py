@@ -29,8 +29,9 @@ class RankResults(tuple[R, ...]):
 
     def __repr__(self) -> str:
         shown = [shorten(safe_repr(value), _LONGEST) for value in self[:_MOST_SHOWN]]
-        more = [f"... {len(self)} ranks"] if len(self) > _MOST_SHOWN else []
-        return f"RankResults({', '.join([*shown, *more])})"
+        if len(self) > _MOST_SHOWN:
+            shown.append(f"... {len(self)} ranks")
+        return f"RankResults({', '.join(shown)})"
 
     def _repr_html_(self) -> str:
         rows = [

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-_SEEDS = 2**32  # numpy accepts seeds below this
+_N_SEEDS = 2**32  # numpy accepts seeds below this
 
 
 def seed_all(seed: int) -> None:
@@ -21,19 +21,19 @@ def seed_all(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)  # the accelerators too
-    if (numpy_random := _find_numpy_random()) is not None:
-        numpy_random.seed(seed % _SEEDS)
+    numpy_random = _find_numpy_random()
+    if numpy_random is not None:
+        numpy_random.seed(seed % _N_SEEDS)
 
 
 def seed(seed_of_platform: int | Literal["script"] | None) -> None:
     """Seed with a platform's ``seed``.
 
-    ``"script"`` is the seed of this process's torch; ranks have that of the script.
-
+    ``"script"`` is the seed that torch has in this process: ranks start with that of the script.
     None draws a random seed, because forked ranks inherit the same state.
     """
     if seed_of_platform is None:
-        seed_all(random.SystemRandom().randrange(_SEEDS))
+        seed_all(random.SystemRandom().randrange(_N_SEEDS))
     elif seed_of_platform == "script":
         seed_all(torch.initial_seed())
     else:
@@ -44,19 +44,19 @@ def seed(seed_of_platform: int | Literal["script"] | None) -> None:
 def preserved_generators(device: torch.device) -> Iterator[None]:
     """Restore the random states of Python, numpy, and torch at the end of the block.
 
-    Those of torch are the ones of the CPU and of this device.
+    In torch, these are the states of the CPU and of `device`.
     """
     python_state = random.getstate()
-    # numpy's state only if something has imported it: parawrap does not
     numpy_random = _find_numpy_random()
     numpy_state = None if numpy_random is None else numpy_random.get_state()
     try:
-        # The block raises the error of a device that does not exist. `fork_rng` would come first
-        has_own_generator = (
-            device.type != "cpu"
-            and (device.index or 0) < torch.get_device_module(device).device_count()
-        )
-        devices = [device] if has_own_generator else []
+        # Without a device that this machine lacks: `fork_rng` would raise its own error, and the
+        # block raises a clearer one
+        devices = []
+        if device.type != "cpu":
+            n_devices = torch.get_device_module(device).device_count()
+            if (device.index or 0) < n_devices:
+                devices = [device]
         with torch.random.fork_rng(devices, device_type=device.type):
             yield
     finally:

@@ -1,6 +1,6 @@
-"""The places of ranks in their world.
+"""The place of a rank in its world.
 
-Those of torchrun, srun, and mpirun are read from environment variables.
+In a world of torchrun, srun, or mpirun, environment variables have it.
 """
 
 from __future__ import annotations
@@ -66,12 +66,18 @@ class World(RankPlace):
 
 
 class _LauncherVariables(NamedTuple):
+    """The environment variables of one launcher. Each field but the first is named for its value.
+
+    Without a variable for the node, ranks count as filling one node after the other. The variables
+    of `job` identify the world among those of the same host.
+    """
+
     name: str
     global_rank: str
     world_size: str
     local_rank: str
     local_size: str
-    node: str | None  # None: assume that ranks fill one node after the other
+    node: str | None
     job: tuple[str, ...]
 
 
@@ -112,7 +118,7 @@ def find_world(environ: Mapping[str, str] = os.environ) -> World | None:
         rank, world_size = environ.get(table.global_rank, ""), environ.get(table.world_size, "")
         if not (rank.isdecimal() and world_size.isdecimal()):
             continue
-        # A world of one rank of srun or mpirun may be the script or the shell that launches
+        # With one rank, srun or mpirun may have started the script or the shell that launches
         if table.name == "torchrun" or int(world_size) > 1:
             return _read_world(table, environ)
     return None
@@ -120,14 +126,14 @@ def find_world(environ: Mapping[str, str] = os.environ) -> World | None:
 
 def _read_world(table: _LauncherVariables, environ: Mapping[str, str]) -> World:
     rank, world_size = int(environ[table.global_rank]), int(environ[table.world_size])
-    # A launcher may leave its variables out: the ranks then count as on one node
+    # The launcher may have left the variable out: then the node counts as the first
     known_node = None if table.node is None else _number(environ, table.node, 0)
     per_node: int | None = 1
     if world_size > 1:
         per_node = _ranks_on(known_node or 0, environ.get(table.local_size, ""))
     node = known_node
     if node is None:
-        # Ranks fill one node after the other. All are on one if nothing says how many it has
+        # Ranks fill one node after the other. With an unknown number per node, all are on the first
         node = rank // (per_node or world_size)
     master_addr = environ.get("MASTER_ADDR") or _first_host(environ)
     if not master_addr and per_node == world_size:
@@ -155,7 +161,7 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _ranks_on(node: int, counts: str) -> int | None:
-    """Return the number of ranks on a node.
+    """Return the number of ranks on a node, from the text of a launcher; None if it has no number.
 
     ``2(x3),1`` in Slurm means two on each of three nodes and one on the fourth.
     """
@@ -169,21 +175,24 @@ def _ranks_on(node: int, counts: str) -> int | None:
 
 
 def _first_host(environ: Mapping[str, str]) -> str | None:
-    """Return the first host of a Slurm host list.
+    """Return the first host in the list of Slurm; None if there is no list.
 
     ``rack[0-1]node[07-09,12],other`` begins with rack0node07.
     """
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
-    # Up to a comma that is not within brackets
+    # The text before the first comma that is not within brackets
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
     if first is None:
         return None
-    # Of each pair of brackets, the first number
+    # Each pair of brackets becomes the first number in it
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group())
 
 
 def _common_port(table: _LauncherVariables, environ: Mapping[str, str]) -> int | None:
-    """Derive a port from the job's identifier, so that all ranks choose the same one."""
+    """Derive a port from the job's identifier, so that all ranks choose the same one.
+
+    Return None if nothing identifies the job.
+    """
     job = "/".join(environ.get(name, "") for name in table.job)
     if not job.strip("/"):
         return None

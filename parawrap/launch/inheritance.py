@@ -26,12 +26,16 @@ _OF_A_PLACE = (
     *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
 )
-"""Variables of a rank. A launcher that a program of a rank starts sets some of them anew."""
+"""Variables that name the place of a rank.
+
+If a program of a rank starts a launcher, the launcher sets some of them again.
+"""
 
 _OF_A_TASK = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 """Variables by which programs find that they are a task of srun or mpirun."""
 
-_RANK, _VARIABLES = "parawrap_rank", "parawrap_variables"  # keys of the configuration
+# Keys of the configuration that multiprocessing hands to children
+_RANK, _VARIABLES = "parawrap_rank", "parawrap_variables"
 
 
 class _ByName:
@@ -54,7 +58,7 @@ class _ByName:
 class _Variables:
     """Variables that a child of multiprocessing sets while it unpickles its configuration.
 
-    The pickle is a call of the function that sets them. The value of this call is not used.
+    It pickles as a call of the function that sets them. Nothing uses the value of this call.
     """
 
     def __init__(self, variables: Mapping[str, str]) -> None:
@@ -70,22 +74,21 @@ def show_variables(variables: Mapping[str, str]) -> None:
     ``os.environ`` is a dict and the environment of the C library, which `subprocess` hands to other
     programs. Only the dict is written here.
     """
-    shown = dict(variables)
-    for name, value in shown.items():
+    for name, value in variables.items():
         set_in_python(name, value)
-    shown[_MARK] = _place_in(os.environ)
-    set_in_python(_MARK, shown[_MARK])
+    mark = _place_in(os.environ)  # of the variables that were set above
+    set_in_python(_MARK, mark)
     for name in _OF_A_TASK:
         # In the C library only: code of this process still finds the task that it is
         os.unsetenv(name)
-    process_configuration()[_VARIABLES] = _Variables(shown)
+    process_configuration()[_VARIABLES] = _Variables({**variables, _MARK: mark})
 
 
 def is_inherited(environ: Mapping[str, str]) -> bool:
     """True if the variables of a world are those of a rank that parawrap has started.
 
-    In a program that a rank starts, they are copies. A launcher in between has set others, and then
-    the mark does not fit them any more.
+    A program that the rank starts may have copies of them. If a launcher has started the program,
+    it has set some variables again, and the mark does not fit them any more.
     """
     mark = environ.get(_MARK)
     return mark is not None and mark == _place_in(environ)

@@ -20,7 +20,7 @@ from parawrap.processes.torch_groups import (
 
 
 class Hosts(NamedTuple):
-    """The machines of one attempt: what starts the ranks, and the store where they meet."""
+    """The machines of one attempt: the starter of the ranks, and the store where the ranks meet."""
 
     starter: RankStarter
     store: StoreAddress
@@ -37,7 +37,9 @@ class Machines:
 
     @contextlib.contextmanager
     def open(self, is_cancelled: Callable[[], bool]) -> Iterator[Hosts | None]:
-        """Wait for the machines of one attempt. Yield None if `is_cancelled` returns True before.
+        """Wait for the machines of one attempt, and yield them until the end of the attempt.
+
+        Yield None if `is_cancelled` returns True before.
 
         Raises:
             LaunchError: If there are no such machines.
@@ -45,7 +47,7 @@ class Machines:
         platform = self.platform
         host = platform.master_addr or LOOPBACK
         store: contextlib.AbstractContextManager[StoreAddress]
-        # No store is needed, but user code may read MASTER_ADDR and open one there
+        # The ranks need no store, but user code may read MASTER_ADDR and open one there
         if not platform.requires_ipc:
             store = contextlib.nullcontext(StoreAddress(host, platform.master_port or free_port()))
         elif uses_port(platform):
