@@ -58,8 +58,8 @@ class RanksCall(Run):
         packed: The pickled call.
         call: The state of the call in the pool.
         losses: The `losses` of the run before the pickle.
-        leaves_ranks_apart: True if some ranks have not run the function to its end, and the ranks
-            stay.
+        leaves_ranks_apart: True if the call has ended in the middle of the function in some ranks,
+            and the ranks stay.
     """
 
     finishes_job = False  # ``upon_finish`` belongs to the run of the ranks
@@ -140,7 +140,8 @@ class RanksRun(PoolRun):
     without it see the old value or the new one.
 
     Attributes:
-        script: The globals that the ranks have. Used with `packing` held.
+        script: The globals that the ranks have. Used with `packing` held. Only its `note_owned` is
+            called by the pool, with the pool's lock; each step of that is atomic.
         surroundings: The environment and the folders that the ranks have. Used with `packing` held.
         packing: Held from the pickle of a call until the call is sent or in the queue.
         lost: Pickles that did not reach all ranks, and that `script` has not forgotten yet.

@@ -394,7 +394,7 @@ class BatchRun(Run):
         if state.name == "NODE_FAIL":
             return self._outcome_of_lost_node()
         self._raise_for(state)
-        # They replace reports of a SIGTERM
+        # Deaths of ranks without a report, or with a report of a SIGTERM
         outcomes |= self._start.deaths()
         if state.name == "COMPLETED" and self._has_begun:  # otherwise no rank may have started
             for rank in range(size):  # srun does not name tasks that exit with 0

@@ -61,7 +61,7 @@ from parawrap.processes.torch_groups import (
 
 _ARRIVAL_S = 300.0  # importing torch from a busy network file system takes minutes
 _POLL_S = 0.05  # of ranks that wait for the address of rank 0 in the launch folder
-# Python code reacts to SIGTERM in less time. A main thread that does not waits in C code
+# Python code reacts to SIGTERM in less time. A main thread that does not react waits in C code
 _SIGTERM_S = 1.0
 _REQUEUE_S = 60.0  # Slurm ends the tasks of a requeued job well before this
 _LAUNCHER_NOTICE_S = 2.0  # for srun to report the death that broke a connection
