@@ -147,13 +147,13 @@ def set_up(
     Raises:
         PlatformError: If the rank's device is not on this node.
     """
-    kind = platform.device
     device = platform.device_of(place.local_rank)
-    if device.index is not None and device.index >= count_visible(kind):
+    if device.index is not None and device.index >= count_visible(platform.device):
         msg = (
             f"rank {place.global_rank} needs {device} of node {place.node} "
-            f"({socket.gethostname()}), but torch {torch.__version__} sees {count_visible(kind)} "
-            "device(s) there: reduce n_gpus, or install a torch for such devices"
+            f"({socket.gethostname()}), but torch {torch.__version__} sees "
+            f"{count_visible(platform.device)} device(s) there: reduce n_gpus, or install a torch "
+            "for such devices"
         )
         raise PlatformError(msg)
     make_current(device)

@@ -121,8 +121,7 @@ class Folder:
         """Remove the folder. The last launch of an array also removes the shared parent folder."""
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):  # another launch of the array has removed it
-            names = os.listdir(self.path.parent)  # noqa: PTH208 (names only)
-            is_last = {*names} <= {_SUBMITIT}
+            is_last = {*os.listdir(self.path.parent)} <= {_SUBMITIT}  # noqa: PTH208 (names only)
             if is_last:
                 shutil.rmtree(self.path.parent, ignore_errors=True)
 
