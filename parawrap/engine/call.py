@@ -298,8 +298,8 @@ class Calls:
         used = state.replicas[: len(sizes)]
         grad = torch.is_grad_enabled()
 
-        # Look: may forward write, and what would show it? A quiet model (`possible_writes.py`) writes
-        # nothing, unless an argument or a hook brings other code
+        # Look: may forward write, and what would show it? A quiet model writes nothing, unless an
+        # argument or a hook brings other code (`possible_writes.py`)
         only_tensors = flat.on_cpu or TENSORS.issuperset(map(type, flat.leaves))
         brings_code = any(global_hooks) or not only_tensors
         may_write = brings_code or not state.possible_writes.is_quiet
