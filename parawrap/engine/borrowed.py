@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 import torch
 
 from parawrap._private_names import version_of
+from parawrap.engine.columns import list_values
 from parawrap.engine.flat_call import address_in_call, is_plain_value
 from parawrap.engine.join_rules import JoinMode, JoinRules, ReturnedArgument, is_tree
 from parawrap.engine.lent_containers import (
@@ -45,6 +46,7 @@ from parawrap.engine.lent_containers import (
 )
 from parawrap.engine.rules.object_state import list_state
 from parawrap.engine.rules.registry import (
+    count_rows,
     find_rules,
     list_contents,
     place_leaf,
@@ -256,6 +258,7 @@ class Borrowed:
         values: Their leaves.
         loans: What each lane has of them.
         whole: The indices of the objects with rules that each of several lanes has whole.
+        sizes: The row counts of the shards.
         name: Returns the address of a leaf, for errors.
     """
 
@@ -266,6 +269,7 @@ class Borrowed:
         values: Sequence[Any],
         loans: Sequence[Loan],
         whole: Collection[int],
+        sizes: Sequence[int],
         name: Callable[[int], str],
     ) -> None:
         self._call = call
@@ -273,6 +277,7 @@ class Borrowed:
         self._values = values
         self._loans = loans
         self._whole = whole
+        self._sizes = [*sizes]
         self._name = name
         # By the path of a container, or the index of a leaf
         self._marks: dict[Path | int, ReturnedArgument] = {}
@@ -523,6 +528,7 @@ class Borrowed:
         """Return the joined object, or refuse the parts with the address of the argument."""
         if len(parts) == 1:
             return parts[0]
+        self._refuse_new_rows(index, parts)
         try:
             return splitter_of(value).join(parts)
         except (GatherError, ShardError) as error:
@@ -534,6 +540,22 @@ class Borrowed:
             if is_cache(value):
                 msg += f". {WITHOUT_CACHE}"
             raise GatherError(msg) from error
+
+    def _refuse_new_rows(self, index: int, parts: Sequence[Any]) -> None:
+        """Refuse parts of an object to which the lanes have added rows, or which have lost rows.
+
+        Each lane does so at the end of its part, and so in the middle of the caller's object.
+        """
+        if splitter_of(parts[0]).may_be_empty:
+            return  # a cache may get its first rows in the call, and its rules compare them
+        rows = [*map(count_rows, parts)]
+        if rows != self._sizes:
+            msg = (
+                f"forward changes the number of rows of {self._name(index)}: the lanes had "
+                f"{list_values(self._sizes)} rows, and left {list_values(rows)}. Return the rows "
+                "instead, or change their number after the call"
+            )
+            raise ShardError(msg)
 
     def _keep_attributes(self, index: int, value: Any, joined: Any) -> None:
         """Give a joined object the caller's own tensors for the attributes that no lane has set.

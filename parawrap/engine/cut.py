@@ -289,7 +289,7 @@ class ShardPlan:
             uncut = [index for index in self.objects if self.dims[index] is None]
             # Each lane fills its copy of an empty cache, also if the cache is declared as whole
             whole = [index for index in uncut if not _is_empty(flat.leaves[index].value)]
-        return Borrowed(given, self.containers, flat.leaves, loans, whole, self._name)
+        return Borrowed(given, self.containers, flat.leaves, loans, whole, self.sizes, self._name)
 
     def write_back(self, flat: FlatCall, columns: Columns, loans: Sequence[Loan]) -> None:
         """Repeat what lanes wrote into their copies of tensors in the caller's arguments.
@@ -298,8 +298,8 @@ class ShardPlan:
         repetition: it has reached the argument.
 
         Raises:
-            ShardError: If lanes wrote into copies of a tensor that each of them got whole, or
-                changed a shape in place.
+            ShardError: If lanes wrote into copies of a tensor that each of them got whole, or that
+                shares memory with another argument, or changed a shape in place.
         """
         if torch.is_grad_enabled():
             self._write_back_with_graph(flat, columns, loans)
@@ -307,6 +307,7 @@ class ShardPlan:
         for loan in loans:
             for moved in filter(_is_written, loan.moved):
                 self._check_not_whole(moved.leaf)
+                self._check_shares_no_memory(flat, moved.leaf)
                 record_use([moved.copied])  # made on the lane's stream, and read on this one
                 if moved.copied.shape != moved.part.shape:
                     self._refuse_new_shape(moved.leaf)
@@ -332,6 +333,7 @@ class ShardPlan:
             written = self._read_written(index, parts, by_lane, is_copied=is_copied)
             if written is not None:
                 self._check_not_whole(index)
+                self._check_shares_no_memory(flat, index)
                 self._write_parts(index, argument, written)
 
     def _read_written(
@@ -384,12 +386,48 @@ class ShardPlan:
         if self.dims[index] is None and len(self.sizes) > 1:
             raise ShardError(WRITTEN_WHOLE)
 
+    def _check_shares_no_memory(self, flat: FlatCall, index: int) -> None:
+        """Refuse a write into a copy of a tensor that shares memory with another argument.
+
+        Lanes have copies of both, so forward does not see the write in the other one.
+        """
+        argument = flat.leaves[index]
+        for other, leaf in enumerate(flat.leaves):
+            # One object at two places has one copy
+            if leaf is not argument and _share_memory(argument, leaf):
+                msg = (
+                    f"forward writes {self._name(index)} in place, which shares memory with "
+                    f"{self._name(other)}, and each lane has copies of both. Pass a clone of "
+                    f"{self._name(other)}, or use an out-of-place operation"
+                )
+                raise ShardError(msg)
+
     def _refuse_new_shape(self, index: int) -> NoReturn:
         msg = f"{self._name(index)}: {_NEW_SHAPE}"
         raise ShardError(msg)
 
     def _name(self, index: int) -> str:
         return address_in_call(self.spec.paths()[index])
+
+
+def _share_memory(written: torch.Tensor, other: Any) -> bool:
+    """True if two values are dense tensors with a common element."""
+    if not isinstance(other, torch.Tensor) or not is_dense(written) or not is_dense(other):
+        return False
+    storage = written.untyped_storage()
+    if storage.data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    if written.dtype != other.dtype:  # a view of other elements, such as the parts of a complex one
+        return True
+    # Marks the written elements: those of two columns of one matrix lie between each other
+    elements = torch.zeros(storage.nbytes() // written.element_size(), dtype=torch.bool)
+    _view_like(written, elements).fill_(True)
+    return bool(_view_like(other, elements).any())
+
+
+def _view_like(tensor: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    """Return a view of `elements` at the places that a tensor has in its own storage."""
+    return elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _is_empty(value: Any) -> bool:

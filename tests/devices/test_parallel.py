@@ -184,6 +184,22 @@ def test_writes_into_inputs_with_gradients(home, records):
     assert_close(*results)
 
 
+@torch.no_grad()
+def test_writes_that_another_input_shows():
+    """Lanes elsewhere have copies of both inputs, so a write into a common element is refused."""
+
+    def halve(image, first):
+        image.div_(2)
+        return first * 1
+
+    matrix = torch.ones(9, 4, device="sim:0")
+    with parallel(halve, SIMS[:2]) as p:
+        with pytest.raises(ShardError, match="shares memory with"):
+            p(matrix, matrix[:, 0])
+        p(matrix[:, 1:], matrix[:, 0])
+    assert matrix[-1].tolist() == [1.0, 0.5, 0.5, 0.5]
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
 @pytest.mark.parametrize("home", ["sim:0", "cpu"])
 def test_writes_into_inference_tensors(home, mode):

@@ -316,6 +316,53 @@ def test_registered_objects_that_cannot_be_joined():
     assert words.note is None
 
 
+@pytest.mark.parametrize("workers", ["thread", "process"])
+@pytest.mark.parametrize("change", [lambda rows: rows.append("z"), lambda rows: rows.pop()])
+def test_new_row_counts_are_refused(change, workers):
+    """Each lane would add a row in the middle of the caller's object, or remove one there."""
+    in_dims = {"rows": "items"}
+    for rows, forward in (
+        ([*"abcdef"], lambda rows: [change(rows), 1][1:] * 3),
+        (Words("abcdef"), lambda rows: [change(rows.items), 1][1:] * 3),
+    ):
+        before = [*getattr(rows, "items", rows)]
+        with (
+            torch.no_grad(),
+            parallel(forward, TWO, in_dims=in_dims, out_dims="ragged", workers=workers) as p,
+            pytest.raises(ShardError, match=r"number of rows of args\[0\].*after the call"),
+        ):
+            p(rows)
+        assert [*getattr(rows, "items", rows)] == before
+
+
+def test_rows_of_a_list_may_be_replaced():
+    def forward(rows):
+        rows[:] = [row.upper() for row in rows]
+        return [*rows]
+
+    rows = [*"abcdef"]
+    with parallel(forward, TWO, in_dims={"rows": "items"}, out_dims="items") as p:
+        assert p(rows) == rows == [*"ABCDEF"]
+
+
+def test_a_write_that_another_argument_shows_is_refused():
+    """With gradients, lanes have copies. Columns of one matrix have no common element."""
+
+    def forward(batch):
+        batch["image"].div_(2)
+        return batch["first"] * 1
+
+    matrix = torch.ones(9, 4)
+    with parallel(forward, TWO) as p:
+        with pytest.raises(ShardError, match=r"in place, which shares memory with.*a clone of"):
+            p({"image": matrix[:, 1:], "first": matrix[:, :2]})
+        assert_same(matrix, torch.ones(9, 4))
+        p({"image": matrix[:, 2:], "first": matrix[:, :2]})
+        assert_same(matrix[0], torch.tensor([1.0, 1.0, 0.5, 0.5]))
+        p({"image": matrix[:, 2:], "first": matrix[:, 1:].clone()})
+        assert_same(matrix[0], torch.tensor([1.0, 1.0, 0.25, 0.25]))
+
+
 @torch.no_grad()
 def test_refused_entries_of_a_returned_argument():
     """The error names the entries by their places in the output, with the option for each."""
