@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from parawrap.engine.flat_call import has_items
+from parawrap.engine.flat_call import address_in_call, has_items
 from parawrap.errors import ShardError
 from parawrap.tree import (
     UNDECLARED,
@@ -28,7 +28,8 @@ InDim = int | Literal["items"] | None | Mapping[Any, Any] | tuple[Any, ...] | li
 """Where the rows of an argument lie.
 
 It is a dim, "items" (one item per row), or None (every lane gets the argument whole). A dict,
-tuple, or dataclass of these declares the parts of an argument."""
+tuple, or dataclass of these declares the parts of an argument. A tuple for ``*args`` has one entry
+per argument that they collect."""
 
 
 class Parameters:
@@ -73,6 +74,11 @@ class Parameters:
             return self._positional[position]
         return self._var_positional
 
+    def position_in_rest(self, position: int) -> int | None:
+        """Return the position of an argument in ``*args``; None if it has a name of its own."""
+        rest = position - len(self._positional)
+        return rest if self._var_positional is not None and rest >= 0 else None
+
     def __str__(self) -> str:
         """Return the names of the positional parameters, for an error."""
         rest = [f"*{self._var_positional}"] if self._var_positional else []
@@ -109,13 +115,17 @@ class InDims:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with a `WholeLeaf` for each sequence that is cut by item."""
 
-        def mark(name: str | None, value: Any) -> Any:
-            return _mark_by_item(self.in_dims.get(name), value, [name])
+        def mark(path: Sequence[Any], value: Any) -> Any:
+            entry = self._entry_of_argument(path)
+            if entry is UNDECLARED:
+                return value
+            name = self.name_at(path)
+            is_for_each = entry is not self.in_dims[name]  # one of the entries for ``*args``
+            place = [name, self._position_in_rest(path)] if is_for_each else [name]
+            return _mark_by_item(entry, value, place)
 
-        marked_kwargs = {name: mark(name, value) for name, value in kwargs.items()}
-        marked_args = []
-        for index, value in enumerate(args):
-            marked_args.append(mark(self.name_at((0, index)), value))
+        marked_kwargs = {name: mark((1, name), value) for name, value in kwargs.items()}
+        marked_args = [mark((0, index), value) for index, value in enumerate(args)]
         return tuple(marked_args), marked_kwargs
 
     def dim_at(self, path: Sequence[Any]) -> int | None:
@@ -127,7 +137,7 @@ class InDims:
 
     def find(self, path: Sequence[Any]) -> Any:
         """Return the entry for a path into (args, kwargs); UNDECLARED if there is none."""
-        entry = self.in_dims.get(self.name_at(path), UNDECLARED)
+        entry = self._entry_of_argument(path)
         below_argument = path[2:]
         for key in below_argument:
             entry = entry_at(entry, key, UNDECLARED)
@@ -135,6 +145,22 @@ class InDims:
         if isinstance(entry, (dict, tuple)):
             return UNDECLARED
         return entry
+
+    def _entry_of_argument(self, path: Sequence[Any]) -> Any:
+        """Return the entry for an argument; UNDECLARED if there is none."""
+        entry = self.in_dims.get(self.name_at(path), UNDECLARED)
+        rest = self._position_in_rest(path)
+        # An argument of ``*args`` behind the last entry of a tuple has none
+        is_for_each = rest is not None and isinstance(entry, tuple)
+        return entry_at(entry, rest, UNDECLARED) if is_for_each else entry
+
+    def _position_in_rest(self, path: Sequence[Any]) -> int | None:
+        """Return the position in ``*args`` of a path into (args, kwargs); None if it is no part."""
+        root, key = path[0], path[1]
+        is_positional = root == 0  # as in the pair (args, kwargs)
+        if self.parameters is None or not is_positional:
+            return None
+        return self.parameters.position_in_rest(key)
 
     def name_at(self, path: Sequence[Any]) -> str | None:
         """Return the parameter of a path into (args, kwargs); None if it is not known."""
@@ -151,20 +177,41 @@ class InDims:
         path has an index or another key that is not a text, the entry is for the whole argument.
         """
         cure: dict[Any, Any] = dict(self.in_dims)
+        without_name: dict[str, None] = {}  # addresses, each once
         for path, entry in entries.items():
-            argument = self.name_at(path) or "its name"
-            keys = [argument]
+            name = self.name_at(path)
+            if name is None:  # as of a builtin without a signature
+                place = address_in_call(path[:2])
+                without_name[place] = None
+                name = f"name of {place}"
+            keys: list[str] = []
             if all(isinstance(key, str) for key in path[2:]):
                 keys += map(str, path[2:])  # plain texts, also for names of attributes
-            *outer_keys, last = keys
-            place = cure
-            for key in outer_keys:
-                inner = place.get(key)
-                # Copied before it is written: the dict belongs to the options of the block
-                place[key] = dict(inner) if isinstance(inner, dict) else {}
-                place = place[key]
-            place[last] = entry
-        return f"{self.option}={cure}".replace("'", '"')
+            rest = self._position_in_rest(path)
+            if rest is None:
+                cure[name] = _with_entry(cure.get(name), keys, entry)
+                continue
+            # One entry for all arguments of ``*args`` becomes one for each
+            given = cure.get(name, self.dim)
+            of_each = [*given] if isinstance(given, tuple) else [given] * (rest + 1)
+            of_each += [self.dim] * (rest + 1 - len(of_each))
+            of_each[rest] = _with_entry(of_each[rest], keys, entry)
+            cure[name] = tuple(of_each)
+        written = f"{self.option}={cure}".replace("'", '"')
+        if without_name:
+            written += f" and pass {' and '.join(without_name)} by keyword"
+        return written
+
+
+def _with_entry(given: Any, keys: Sequence[str], entry: Any) -> Any:
+    """Return the entry of an argument with `entry` at these keys. `given` is not written."""
+    if not keys:
+        return entry
+    first, *below = keys
+    # A copy: the dict belongs to the options of the block
+    entries = dict(given) if isinstance(given, dict) else {}
+    entries[first] = _with_entry(entries.get(first), below, entry)
+    return entries
 
 
 def _mark_by_item(entry: Any, value: Any, place: list[Any]) -> Any:

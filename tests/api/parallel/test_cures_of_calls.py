@@ -456,3 +456,52 @@ def test_models_that_change_during_streams(change, says):
         change(model, 4.0)
         assert_same(torch.cat(before), 3 * X)
         assert_same(torch.cat([*p.map(X.split(1))]), 4 * X)
+
+
+def scale(x, *others):
+    """Take a factor per row, a whole vector, and a dict with another one."""
+    return x * others[0] + others[1] + others[2]["shift"]
+
+
+def log_calls(function):
+    """Decorate a function without `functools.wraps`, so that its parameters have no names."""
+
+    def logged(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return logged
+
+
+def test_cures_of_arguments_without_names():
+    """Each argument of ``*args`` gets an entry of its own. Builtins need a keyword."""
+    shift = torch.arange(3.0)
+    args = torch.ones(20, 3), X, shift, {"shift": shift, "more": X}
+    for function in (scale, log_calls(scale)):
+        cure = options_in_error(lambda function=function: call(function, *args))
+        assert_same(call(function, *args, **cure), scale(*args))
+    assert cure == {"in_dims": {"args": (0, 0, None, None)}}
+    # The entries of the user stay, also one for all arguments of ``*args``
+    cure = options_in_error(lambda: call(scale, *args, in_dims={"others": 0}))
+    assert cure == {"in_dims": {"others": (0, None, None)}}
+    with says('in_dims={"name of args.1.": None} and pass args.1. by keyword'):
+        call(torch.add, args[0], shift)
+    with parallel(torch.add, TWO, in_dims={"other": None}) as p:
+        assert_same(p(args[0], other=shift), args[0] + shift)
+
+
+def test_lists_in_extra_arguments():
+    """The entries of a tuple may be "items", or for parts of an argument. Some may be left out."""
+
+    def join(x, *lists):
+        return [f"{row.item():.0f}{text}" for row, text in zip(x, lists[0], strict=True)], lists[1]
+
+    texts = [*"abcd"]
+    entries = ("items", (None, None))
+    with parallel(join, TWO, in_dims={"lists": entries}, out_dims=("items", None)) as p:
+        joined, whole = p(X[:4], texts, (texts, texts), 1)
+    assert (joined, whole) == (["0a", "1b", "2c", "3d"], (texts, texts))
+    with (
+        parallel(join, TWO, in_dims={"lists": (None, (0,))}) as p,
+        says(r'in_dims\["lists"\]\[1\] decl'),
+    ):
+        p(X[:4], texts, (texts, texts))
