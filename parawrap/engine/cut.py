@@ -245,15 +245,17 @@ class ShardPlan:
                 return _split_copies(leaf, sizes, dim)
             views: Sequence[torch.Tensor] = leaf.split_with_sizes(sizes, dim)
         except (RuntimeError, NotImplementedError) as error:
-            if is_dense(leaf):
+            if is_dense(leaf) and not leaf.is_quantized:
                 raise
             self._refuse_layout(index, leaf, error)
         # A clone of a view keeps its memory format
         return [view.clone() for view in views] if copy else views
 
     def _refuse_layout(self, index: int, leaf: torch.Tensor, error: Exception) -> NoReturn:
-        """Refuse to cut a sparse or nested tensor."""
+        """Refuse to cut a sparse or nested tensor, or one that is quantized per channel."""
         kind = "nested tensor" if leaf.is_nested else f"tensor of layout {leaf.layout}"
+        if leaf.is_quantized:
+            kind = "tensor that is quantized per channel"
         msg = (
             f"{self._name(index)} is a {kind}, which torch cannot split. Pass a dense "
             "tensor to cut it. A parallel block whose in_dims has None for its parameter "

@@ -55,6 +55,7 @@ from parawrap.tree import (
     TreeSpec,
     WholeLeaf,
     flatten,
+    is_dense,
     list_attributes,
     unflatten,
 )
@@ -252,7 +253,11 @@ class Joiner:
             moved = [move(part, device) for part in parts]
             return torch.cat(moved, dim)
         except (IndexError, RuntimeError, ValueError) as error:
-            # Shapes are compared only after a failure: nearly all parts can be concatenated
+            # Parts are compared only after a failure: nearly all of them can be concatenated
+            if isinstance(first, torch.Tensor) and not is_dense(first):
+                kind = "nested tensors" if first.is_nested else f"tensors of layout {first.layout}"
+                why, advice = "which torch cannot concatenate", "Return dense tensors"
+                raise Refusal(why, advice, returned=kind) from error
             if are_alike(parts, dim):
                 raise
             why = f"which differ beyond dim {dim}"

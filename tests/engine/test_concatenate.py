@@ -19,6 +19,14 @@ def test_quantized_parts_are_refused():
     assert "Return tensor.dequantize()" in refusal(*parts)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_layouts_that_torch_cannot_concatenate():
+    parts = [torch.ones(rows, 2).to_sparse_csr() for rows in (3, 1)]
+    message = refusal(*parts)
+    assert "tensors of layout torch.sparse_csr, which torch cannot concatenate" in message
+    assert "Return dense tensors" in message
+
+
 def test_pad_fills_to_the_longest_lane():
     """Every dim except the dim of the rows is padded at its end, with gradients."""
     one, other = torch.ones(3, 5, 1, requires_grad=True), torch.ones(1, 4, 2, requires_grad=True)

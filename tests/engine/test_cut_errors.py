@@ -4,6 +4,7 @@ that settle it.
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from parawrap.engine.cut import Cutter
@@ -13,6 +14,7 @@ from tests.helpers.shards import cut, cutter, uncut
 ROWS = torch.zeros(3, 2)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_rows_of_declared_arguments():
     for entry, texts in ((0, ["a", "b"]), ("items", ["a", "b"]), ("items", ("a", "b", "c", "d"))):
         message = uncut(cutter(in_dims={"texts": entry}), ROWS, texts=texts)
@@ -45,6 +47,9 @@ def test_rows_of_declared_arguments():
         assert text in uncut(cutter(in_dims={"y": entry}), ROWS, argument)
     message = uncut(cutter(), torch.zeros(4), torch.eye(4).to_sparse())
     assert "args[1] is a tensor of layout torch.sparse_coo, which torch cannot split" in message
+    scales, zeros = torch.ones(4), torch.zeros(4)
+    per_channel = torch.quantize_per_channel(torch.ones(4, 2), scales, zeros, 0, torch.qint8)
+    assert "quantized per channel, which torch cannot split" in uncut(cutter(), per_channel)
 
 
 def test_cuts_that_sizes_allow():
