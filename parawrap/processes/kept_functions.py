@@ -14,7 +14,6 @@ Keys that the ranks may forget travel with the next call that brings a function.
 from __future__ import annotations
 
 import sys
-import threading
 import types
 from itertools import count
 from operator import is_
@@ -48,15 +47,13 @@ class KeptFunctions:
     A function gets a new key each time it is sent. So a call whose function has not arrived in a
     rank never finds an older function there.
 
-    Two threads use it: one packs calls, and the other drops functions of calls that did not arrive.
+    One thread at a time uses it: `SentScript` says which.
     """
 
     def __init__(self) -> None:
         self._keys = count()
         self._kept: dict[int, KeptFunction] = {}  # by the id of the function, the oldest call first
         self._gone: list[int] = []  # keys that the ranks may forget, and have not been told
-        # Guards these two. Reentrant, because a signal handler or finalizer may call the ranks
-        self._changing = threading.RLock()
 
     def find(self, function: Any, parts: list[Any]) -> KeptFunction | None:
         """Return the function if the ranks have it as it is now, and None otherwise."""
@@ -71,40 +68,34 @@ class KeptFunctions:
 
     def gone_with(self, function: Any) -> list[int]:
         """Return the keys that the ranks may forget once they get this function."""
-        with self._changing:
-            gone = list(self._gone)
-            replaced = self._kept.get(id(function))
-            if replaced is None and len(self._kept) >= _MOST_FUNCTIONS:
-                replaced = next(iter(self._kept.values()))  # the oldest, which `note` removes
-            if replaced is not None:
-                gone.append(replaced.key)
-            return gone
+        gone = list(self._gone)
+        replaced = self._kept.get(id(function))
+        if replaced is None and len(self._kept) >= _MOST_FUNCTIONS:
+            replaced = next(iter(self._kept.values()))  # the oldest, which `note` removes
+        if replaced is not None:
+            gone.append(replaced.key)
+        return gone
 
     def note(self, kept: KeptFunction) -> None:
         """Note that the ranks get a function or have it already, and that it was called last."""
-        with self._changing:
-            before = self._kept.pop(id(kept.function), None)
-            if before is None or before.key != kept.key:
-                # The call that brings the function brings these keys too. One that `drop` has added
-                # since is lost: then the ranks keep its function until they end
-                self._gone.clear()
-                if len(self._kept) >= _MOST_FUNCTIONS:
-                    del self._kept[next(iter(self._kept))]  # the oldest
-            # As the last entry, whose call is the newest
-            self._kept[id(kept.function)] = kept
+        before = self._kept.pop(id(kept.function), None)
+        if before is None or before.key != kept.key:
+            self._gone.clear()  # the call that brings the function brings these keys too
+            if len(self._kept) >= _MOST_FUNCTIONS:
+                del self._kept[next(iter(self._kept))]  # the oldest
+        # As the last entry, whose call is the newest
+        self._kept[id(kept.function)] = kept
 
     def drop(self, function: Any) -> None:
         """Forget a function that did not reach all ranks."""
-        with self._changing:
-            before = self._kept.pop(id(function), None)
-            if before is not None:
-                self._gone.append(before.key)
+        before = self._kept.pop(id(function), None)
+        if before is not None:
+            self._gone.append(before.key)
 
     def drop_all(self) -> None:
         """Forget all functions: from now on they travel in another way, by value or by name."""
-        with self._changing:
-            self._gone += [kept.key for kept in self._kept.values()]
-            self._kept.clear()
+        self._gone += [kept.key for kept in self._kept.values()]
+        self._kept.clear()
 
 
 def parts_of(function: Any) -> list[Any] | None:

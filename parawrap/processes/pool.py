@@ -238,18 +238,11 @@ class Pool:
         No rank gets a call for which this raises.
 
         Raises:
-            LaunchError: If memory lacks room for the call, or if it relies on a call that has not
-                reached all ranks.
+            LaunchError: If memory lacks room for the call.
             OSError: If this process has reached a limit.
         """
         packed = call.packed
         assert packed is not None
-        if packed.age != packed.script.age:  # first: nothing has changed yet
-            msg = (
-                f"a call before {call.name} could not bring its function and globals to all ranks, "
-                f"and {call.name} may need them. Call it again"
-            )
-            raise LaunchError(msg)
         block = packed.block
         number = self._number + 1
         generation = self._generation + 1 if self._must_regroup else None

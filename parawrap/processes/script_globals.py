@@ -86,8 +86,6 @@ class PackedCall(NamedTuple):
         item: A range of the block with all of the call; or the key of a function that the ranks
             keep, and the items of the arguments.
         block: The memory of the call.
-        script: The object that has packed it.
-        age: The `age` of the script when packing began.
         new: The globals that come with the call.
         deleted: Globals that it deletes in the ranks.
         kept: Its function, if the ranks keep the function from this call on, or have it already.
@@ -95,8 +93,6 @@ class PackedCall(NamedTuple):
 
     item: Any
     block: Block
-    script: SentScript
-    age: int
     new: Mapping[Name, Sent] = {}
     deleted: Sequence[Name] = ()
     kept: KeptFunction | None = None
@@ -129,18 +125,13 @@ _UNKNOWN = Sent(ABSENT, None)
 class SentScript:
     """The globals that the ranks of one launch have, as the launching process knows them.
 
-    One thread at a time packs calls. Meanwhile another thread may call `note_owned` and `forget`,
-    one at a time. This is safe: both change `_sent` and `_owned` in atomic steps, `KeptFunctions`
-    has a lock, and the ranks keep what they own even if a call brings it. A call that relies on
-    what another thread has forgotten since is refused: see `age`.
+    One thread at a time uses it, except that the pool may call `note_owned` meanwhile. This is
+    safe: that changes `_sent` and `_owned` in atomic steps, and the ranks keep what they own even
+    if a call brings it.
 
     Args:
         imports: True for ranks that stay: functions of a module that they can import use that
             module there.
-
-    Attributes:
-        age: How many calls with definitions did not reach all ranks. `Pool.begin` refuses a call
-            that was packed at a lower age, because the ranks may lack what it does not bring.
     """
 
     def __init__(self, *, imports: bool = False) -> None:
@@ -150,7 +141,6 @@ class SentScript:
         self._owned: set[Name] = set()  # globals that functions of the ranks have assigned
         self._kept = KeptFunctions()
         self._by_value = modules_of_user()  # at the last call
-        self.age = 0
 
     def pack_call(
         self,
@@ -166,7 +156,6 @@ class SentScript:
         Raises:
             UnsendableError: If the function, an argument, or a global cannot be pickled.
         """
-        age = self.age  # first: what is forgotten from here on may be missing in this call
         self._follow_registrations()
 
         # The globals that the ranks lack, and those that they must delete
@@ -191,11 +180,11 @@ class SentScript:
                 items = packer.add(args, "args"), packer.add(kwargs, "kwargs")
                 # A range may have functions or classes of the script, which need its globals
                 if not any(isinstance(item, range) for item in items):
-                    return PackedCall((kept.key, *items), packer, self, age, kept=kept)
+                    return PackedCall((kept.key, *items), packer, kept=kept)
             kept = self._kept.make(function, parts)
 
         packed = self._pack_all(function, args, kwargs, bound_to, new, deleted, kept)
-        return PackedCall(range(packed.size), packed, self, age, new, deleted, kept)
+        return PackedCall(range(packed.size), packed, new, deleted, kept)
 
     def _pack_all(
         self,
@@ -246,8 +235,6 @@ class SentScript:
         for name in (*call.new, *call.deleted):
             # Not removed: some ranks may have the global, and a later call may have to delete it
             self._sent[name] = _UNKNOWN
-        if call.brings_definitions:
-            self.age += 1  # last: a call that is packed from here on reads the notes above
 
     def note_owned(self, assigned: list[Name], deleted: list[Name]) -> None:
         """Note the globals that functions of a rank have assigned, and those they have deleted."""
