@@ -60,7 +60,9 @@ _SEALED = (
     types.BuiltinFunctionType,
 )
 INSIDE = ...
-"""The step in the path to a leaf from a container that is kept whole to its `WholeLeaf`."""
+"""The step of a path from a container that is kept whole to its `WholeLeaf`.
+
+No other step is Ellipsis, unless a dict has this key."""
 
 # An attribute of a BatchEncoding of transformers, which is a UserDict. It has one item per row, or
 # is None
@@ -342,7 +344,8 @@ def _examine(kinds: Iterable[type]) -> bool:
 
 
 def _is_container(cls: type) -> bool:
-    # A module that is a dataclass, or a member of an Enum that is a tuple, is one value
+    # A module is one value, also if its class is a dataclass. So is a member of an Enum, also if it
+    # is a tuple
     if issubclass(cls, (torch.nn.Module, enum.Enum)):
         return False
     return issubclass(cls, (Mapping, list, tuple)) or dataclasses.is_dataclass(cls)

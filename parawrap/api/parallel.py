@@ -277,8 +277,8 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
                     session.cancel()
                 session.close()
         except BaseException:
-            # After Ctrl-C in the middle, the model must not stay parallel. What is closed already,
-            # `close` leaves as it is
+            # After Ctrl-C in the middle, the model must not stay parallel. A second `close` changes
+            # nothing
             self.close()
             raise
 
@@ -287,7 +287,7 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
 
         A second call does nothing.
         """
-        self._was_used = True
+        self._was_used = True  # no warning of `__del__`
         with self._lock:
             if self._depth and self._in_place is not None:
                 self._in_place.uninstall()

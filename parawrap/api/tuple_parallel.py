@@ -258,8 +258,10 @@ class _InLanes:
         # On the CPU, each part gets a lane, and any number of parts may run
         most = None if self._on_cpu else len(self._lanes)
         parts = _split_arguments(args, kwargs, most)
-        calls = self._calls_for(function, len(parts)) if parts else None
-        if calls is None or not calls.is_ready():
+        if not parts:
+            return _run_in_turn(function, args, kwargs)
+        calls = self._calls_for(function, len(parts))
+        if not calls.is_ready():  # such as in a lane, or in a forked child
             return _run_in_turn(function, args, kwargs)
         if not self._on_cpu:
             parts = _move_to_lanes(parts, self._lanes)

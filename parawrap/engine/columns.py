@@ -139,7 +139,7 @@ def _have_equal_tensors(one: Any, other: Any) -> bool:
     return len(tensors) == len(others) and all(map(_are_equal, tensors, others))
 
 
-# Words
+# Texts for errors
 
 
 def list_values(values: Sequence[Any]) -> str:

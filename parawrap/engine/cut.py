@@ -322,15 +322,18 @@ class ShardPlan:
         by_lane = [{moved.leaf: moved for moved in loan.moved} for loan in loans]
         if not loans:  # a call of plain tensors, of which none moved
             by_lane = [{}] * len(self.sizes)
-        # The tensors that were cut or moved. Lanes have any other tensor itself
-        indices = set(self.cut_tensors).union(*by_lane)
+        # The tensors that were cut or moved. Each lane has the others themselves, so a write there
+        # needs no repetition
+        moved_indices = {index for moved_leaves in by_lane for index in moved_leaves}
+        indices = moved_indices.union(self.cut_tensors)
         done: set[int] = set()  # one object at two places has one list of parts
         for index in sorted(indices):
             argument, parts = flat.leaves[index], columns[index]
             if id(parts) in done:
                 continue
             done.add(id(parts))
-            # Parts of an inference tensor are views, unless they moved
+            # `_split` returns views of an inference tensor, and copies of any other. If a part was
+            # moved, `_read_written` reads the copy that the lane has of it
             is_copied = index in self.cut_tensors and not argument.is_inference()
             written = self._read_written(index, parts, by_lane, is_copied=is_copied)
             if written is not None:

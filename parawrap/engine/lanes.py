@@ -215,12 +215,13 @@ class CallParts:
     Attributes:
         lanes: The lanes; part i belongs to lane ``i % len(lanes)``.
         tasks: One function per part.
-        groups: The groups that no thread has begun: the indices of the parts, by the index of the
-            lane that may run them. A thread pops a group, and then runs it.
-        home: As in `Modes.run`.
-        moments: One per lane, if devices have work of the call; else empty.
+        groups: The groups that no thread has begun. A key is the index of the lane that may run the
+            group, and the value has the indices of its parts. A thread pops a group, and runs it.
+        home: The device of the model; None for a model without tensors.
+        moments: One per lane: the place on the device's streams after which its work begins. Empty
+            for a call that has no work on streams.
         asleep: The lanes that are not woken yet, the next one last.
-        modes: The modes of the caller; missing if all parts run in the caller, at home.
+        modes: The modes of the caller. Not set if all parts run in the caller, at home.
         outputs: One per part.
         errors: The indices of parts that failed, and their errors.
         countdown: A number per group, from 0 on. A thread pops one when a group has ended, and the

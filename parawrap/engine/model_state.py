@@ -171,12 +171,12 @@ class Snapshot:
 
     `copy_of` returns the replica's copy of an owner of containers; None to leave the owner out. A
     snapshot of the model (`is_model`) shows every change. A snapshot of a replica does not show
-    changes that forward never makes: another name of a parameter, another class of an object, or
-    another table of a module.
+    changes that forward never makes: a parameter under another name, an object with another class,
+    or a module with another table.
 
     Most containers of a model are the ``__dict__`` of a module, and torch makes most entries of
-    these. So a snapshot reads only the other entries, by name. It reads tables of hooks that were
-    empty only if `RemovableHandle` has counted a hook since.
+    these. So a snapshot reads only the other entries, by name. It reads a table of hooks that was
+    empty again only after `RemovableHandle` has counted a new hook.
 
     Attributes:
         containers: The containers, by the keys of their places.
@@ -197,9 +197,9 @@ class Snapshot:
         self._modules: list[Any] = []
         self._getters: list[itemgetter[Any]] = []
         self._hook_getters: list[itemgetter[Any]] = []
-        # All values are compared: of the ``__dict__`` of other objects, and of views of other dicts
-        # and of lists
+        # Objects that are not modules: all values of their ``__dict__`` are compared
         self._instances: list[Any] = []
+        # Views of other dicts, and lists: all their values are compared
         self._views: list[Iterable[Any]] = []
         self._keyed: list[Iterable[Any]] = []  # views of dicts with keys that are compared
         self._sized: list[Any] = []  # containers with lengths that are compared
@@ -327,8 +327,9 @@ class Snapshot:
 
     def _collect(self, contents: _Contents) -> Held:
         """Return what `is_same` compares, in its order."""
-        of_modules = map(_read_entries, self._getters, contents.modules)
-        values = chain.from_iterable(chain(of_modules, contents.instances, contents.views))
+        of_modules = map(_read_entries, self._getters, contents.modules)  # a tuple for each module
+        containers = chain(of_modules, contents.instances, contents.views)
+        values = chain.from_iterable(containers)
         lengths = [*map(len, contents.modules), *map(len, contents.sized)]
         keys = chain.from_iterable(contents.keyed)
         return Held([*values], lengths, [*keys], [*map(type, self._owners)])
@@ -336,10 +337,12 @@ class Snapshot:
     def _has_same_hooks(self) -> bool:
         """True if no table has got or lost a hook. If so, accept the process's new count of hooks.
 
-        Some module of the process has got a hook, perhaps one of another model.
+        Call this after the count has changed: a module has got a hook, perhaps in another model.
         """
         count = read_settled_count()  # before the tables are read, as in `note`
         hooks = self._read_hooks(map(_dict_of, self._modules))
+        # A table that was empty has an entry now; or another one has, and all are compared in the
+        # order of the last look
         if any(self._without_hooks) or not all(map(is_, hooks, self._hooks)):
             return False
         self._last_hook = count
@@ -429,8 +432,8 @@ class Snapshot:
         for each in self._find_changed():
             live, expected = each.live, each.expected
             if isinstance(live, dict):
-                # Past the methods of a subclass, which may refuse or convert entries. An
-                # OrderedDict keeps its order outside of the methods of dict
+                # Not by the methods of a subclass, which may refuse or convert entries. Those of
+                # dict would not update the order that an OrderedDict notes itself
                 cls: Any = OrderedDict if isinstance(live, OrderedDict) else dict
                 cls.clear(live)
                 cls.update(live, expected)

@@ -150,7 +150,7 @@ class Slots:
 
 
 def read_slot(owner: Any, name: str = "cell_contents") -> Any:
-    """Return the value of a slot, or the contents of a closure cell; ABSENT if it has none."""
+    """Return the value of a slot, by default that of a closure cell; ABSENT if it is empty."""
     try:
         return getattr(owner, name)
     except (AttributeError, ValueError):  # an empty slot, an empty cell
@@ -158,9 +158,11 @@ def read_slot(owner: Any, name: str = "cell_contents") -> Any:
 
 
 def has_rules_for_copies(cls: type) -> bool:
-    """True if code of a class makes its copies, so that a copy may be an object that exists."""
+    """True if a class has code that makes its copies. A copy may be an object that exists."""
     if issubclass(cls, torch.nn.Module) or cls in ALWAYS_NEW:
         return False
+    # `copy.deepcopy` takes the first of these: __deepcopy__, copyreg's table, __reduce_ex__, and
+    # __reduce__. Each class inherits the last two from object
     if hasattr(cls, "__deepcopy__") or cls in copyreg.dispatch_table:
         return True
     # A `__new__` in Python is code of a class, and may return an object that exists

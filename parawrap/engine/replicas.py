@@ -504,15 +504,17 @@ class Replicas:
             self.copied_bytes += bytes_of_all(at_home)
         for tensor, copied in zip(at_home, moved, strict=True):
             vars(copied).update(vars(tensor))  # attributes that code of the user's has set
-        copies = dict(zip(map(id, at_home), moved, strict=True))
+        copies = {id(tensor): copied for tensor, copied in zip(at_home, moved, strict=True)}
         # Tensors on other devices than the model's stay there
         others = [tensor for tensor in tensors if id(tensor) not in copies]
-        copies.update(zip(map(id, others), clone_all(others), strict=True))
+        for tensor, copied in zip(others, clone_all(others), strict=True):
+            copies[id(tensor)] = copied
         return [copies[id(tensor)] for tensor in tensors]
 
     def _drop(self, state: ReplicasState) -> None:
         """Empty replicas that neither a backward pass nor an output may use."""
-        # Graphs that lead to the former memory of the parameters are of no use
+        # After a move of the model, graphs lead to memory that the parameters have left, and no
+        # gradient would reach them
         has_moved = state.sources.have_moved()
         for replica in state.replicas:
             if has_moved or not (replica.has_graph or replica.is_lent):

@@ -100,7 +100,8 @@ _TASKS = (
 # Objects with a life outside the model. All lanes use the same one
 _SHARED = (*_CODE, *_FILES, *_REFERENCES, *_LOGS, *_LOCKS, *_TASKS)
 # The modules with the classes of types such as ``Optional[Tensor]``, which are not instances of
-# `type`. Python caches these types, so a replica must not empty one
+# `type`. Python caches these types, and lanes share them: `Replica.clear`, which empties copies,
+# must not empty a cached type
 _TYPING_MODULES = ("typing", "types", "typing_extensions")
 # The modules with the classes of handles: compiled code, operators, process groups, streams
 _MODULES_OF_HANDLES = (
@@ -110,8 +111,8 @@ _MODULES_OF_HANDLES = (
     "torch.distributed",
     "torch.cuda",
 )
-# Levels of lists and dicts in a closure that are searched for modules; a guess that no test has
-# contradicted, and it ends the search of a list that holds itself
+# The search for modules in a closure enters at most this many nested lists and dicts. So it also
+# ends in a list that holds itself. A guess that no test has contradicted
 _DEEPEST_LIST = 3
 
 

@@ -47,10 +47,10 @@ class World(RankPlace):
     Attributes:
         name: The name of that launcher, for messages.
         variable: The variable that has the number of ranks, for messages.
-        master_addr: The host of the store. None if it is unknown, and the ranks may run on several
-            machines.
-        master_port: The port of the store. None if the ranks may run on several machines, and could
-            not agree on one.
+        master_addr: The host of the store. Without MASTER_ADDR, it is 127.0.0.1 if all ranks run on
+            one machine, and None if they may run on several.
+        master_port: The port of the store. None without MASTER_PORT and without a variable that
+            identifies the job.
         hosts_store: True if this rank must open the store. The agent, torchrun's own process on a
             node, may have one already.
         has_launcher: False for a world of one rank that only RANK and WORLD_SIZE show. Pods and

@@ -66,7 +66,7 @@ class PoolRun(Run):
 
     @contextlib.contextmanager
     def _open_pool(
-        self, *, restart: int = 0, up_at: float | None = None, stays: bool = False
+        self, *, restart: int = 0, deadline: float | None = None, stays: bool = False
     ) -> Iterator[Pool | None]:
         """Wait for machines, start the ranks, and yield their pool. All ranks end with the block.
 
@@ -74,7 +74,7 @@ class PoolRun(Run):
 
         Args:
             restart: The number of earlier attempts.
-            up_at: When the time limit of the whole launch is over, by the monotonic clock. None
+            deadline: When the time limit of the whole launch is over, by the monotonic clock. None
                 limits each call instead.
             stays: True if the ranks make more than one call.
         """
@@ -89,7 +89,7 @@ class PoolRun(Run):
                 self._assignments(hosts, restart, stays=stays),
                 self.output.transcripts,
                 timeout_min=platform.timeout_min,
-                up_at=up_at,
+                deadline=deadline,
                 hang_s=platform.hang_timeout_s,
             )
             try:
@@ -131,11 +131,11 @@ class Attempts(PoolRun):
         # The ranks start later, and the caller may change its tensors meanwhile
         self._packed.block.copy_bytes()
         self._history: list[str] = []
-        # Set by any thread until an attempt has passed the order on to its ranks
+        # True from `preempt`, in any thread, until an attempt has told its ranks
         self._is_preempted = False
 
     def preempt(self) -> None:
-        # The flag first: an attempt whose pool this does not see reads the flag
+        # The flag first: an attempt that opens its pool after the next line reads the flag then
         self._is_preempted = True
         pool = self._pool
         if pool is not None:
@@ -144,12 +144,12 @@ class Attempts(PoolRun):
     def _supervise(self) -> Ending:
         platform = self.job.platform
         limit_min = platform.timeout_min
-        up_at = None if limit_min is None else time.monotonic() + 60 * limit_min
+        deadline = None if limit_min is None else time.monotonic() + 60 * limit_min
         restart = 0  # the number of earlier attempts
         failures = 0  # the number of those that failed, which `max_restarts` limits
         try:
             while True:
-                ending, is_preempted = self._make_attempt(restart, up_at)
+                ending, is_preempted = self._make_attempt(restart, deadline)
                 is_requested = requests_restart(ending, is_preempted=is_preempted)
                 if not is_requested and not may_restart(ending, platform, failures):
                     return replace(ending, history=self._history)
@@ -168,12 +168,12 @@ class Attempts(PoolRun):
         finally:
             self._machines.close()
 
-    def _make_attempt(self, restart: int, up_at: float | None) -> tuple[Ending, bool]:
+    def _make_attempt(self, restart: int, deadline: float | None) -> tuple[Ending, bool]:
         """Start the ranks, make the call, and end the ranks.
 
         Return how they ended, and True if they were preempted.
         """
-        with self._open_pool(restart=restart, up_at=up_at) as pool:
+        with self._open_pool(restart=restart, deadline=deadline) as pool:
             if pool is None:
                 return Ending.of_cancelled(), False
             self._has_begun = True  # from here on, `Launch.state` is "running"

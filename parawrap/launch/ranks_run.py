@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from parawrap.errors import LaunchError, RankDiedError
+from parawrap.errors import LaunchError, ParawrapError, RankDiedError
 from parawrap.launch._job import Job
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch.attempts import PoolRun
@@ -47,8 +47,8 @@ _WRAP_AGAIN = (
     " The next call has new process groups: make models in DistributedDataParallel again before "
     "that, with model = functional.to(functional.unwrap(model))."
 )
-_POLL_S = 1.0  # of a caller that waits: has the run ended without ending the call?
-_NO_OUTPUT = RunOutput()  # of calls without a handle, whose output is that of the ranks' run
+_POLL_S = 1.0  # between two looks of a waiting caller: has the run ended, but not the call?
+_NO_OUTPUT = RunOutput()  # for calls without a handle: the run of the ranks has their output
 
 
 class RanksCall(Run):
@@ -248,9 +248,11 @@ class RanksRun(PoolRun):
                 raise LaunchError(ending.lost)
             if ending is not None and not ending.cancelled:
                 values_of(self._last_call_name, ending, (), len(self.output.transcripts))
-        except BaseException as error:  # noqa: BLE001 (described)
-            message = getattr(error, "message", f"{type(error).__name__}: {error}")
-            text = str(message).partition("\n")[0]
+        except BaseException as error:  # noqa: BLE001 (its text becomes a part of the message)
+            text = f"{type(error).__name__}: {error}"
+            if isinstance(error, ParawrapError):
+                text = error.message  # `str` adds the page of the documentation
+            text = text.partition("\n")[0]  # without a traceback
             if isinstance(error, RankDiedError):
                 died = error
         msg = (
@@ -324,13 +326,13 @@ class RanksRun(PoolRun):
                 return
             self._driven = None
             if error is None and pool.has_ended(request.call):
-                # The answers stay lent: none comes before the next call, which lends them to its
-                # caller, or takes them back
+                # This thread still has the connections with answers. No rank answers before the
+                # next call, which moves them to the thread that reads its answers
                 ending = self._finish(pool, request)
             else:
                 pool.events.take_back()
         if error is not None:
-            pool.post(partial(_raise, error))
+            pool.post(partial(_raise, error))  # in the thread of the run, which ends the ranks
         elif ending is not None:
             request.end(ending)
             is_last = self.is_closed or self.last_ending is not None
@@ -340,7 +342,7 @@ class RanksRun(PoolRun):
         self._wake()
 
     def _note_sent(self, request: RanksCall) -> None:
-        """Note what later calls need not bring again. Signals are held back."""
+        """Note what later calls need not bring again. Call this while signals are held back."""
         self.script.note_sent(request.packed)
         self.surroundings.note_sent(request.call.changes)
 

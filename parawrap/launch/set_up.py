@@ -72,7 +72,8 @@ class RankSetUp:
         # No driver has read the variables yet: the server that forked this process uses no device.
         # Unlike the variables of a rank, they hold for programs that the function starts
         os.environ.update(self.device_variables)
-        # `set_up` chooses other devices by their index
+        # Variables choose a NeuronCore before the vendor's package starts. `set_up` chooses other
+        # devices by their index
         if selects_cores(platform.device):
             take_core(place.local_rank)
         n_cores = usable_cores()

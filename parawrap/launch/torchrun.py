@@ -4,9 +4,10 @@ This process is one of its ranks already.
 
     call and seed ── gather ──► function ──► value ── gather ──► the values of all ranks
 
-The function runs in this process; no process is started. All processes of the world must make the
-same calls in the same order. An exception is raised here, and the launcher of the world ends the
-other ranks.
+The ranks gather the call to check that all of them make the same one, and to take the seed of rank
+0. The function runs in this process; no process is started. All processes of the world must make
+the same calls in the same order. An exception is raised here, and the launcher of the world ends
+the other ranks.
 """
 
 from __future__ import annotations

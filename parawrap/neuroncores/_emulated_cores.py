@@ -149,6 +149,7 @@ class _Compiled(torch.nn.Module):
         super().__init__()
         self.program = program
 
+        # A function of this object, since each program has a signature of its own
         def forward(*args: Any) -> Any:
             return unflatten(gives, program(flatten(args)[0]))
 
@@ -162,16 +163,19 @@ def _compile(
 ) -> torch.jit.ScriptModule:
     """Return a ScriptModule that only takes tensors of the examples' shapes and dtypes.
 
-    Either `args` or `kwargs` is empty. The order of `kwargs` counts: see `read_examples`.
+    Either `args` or `kwargs` is empty. `kwargs` is in the order of the parameters, which is that of
+    the program's inputs.
     """
     inputs, takes = flatten((args, kwargs))
     _refuse_others(inputs, "the example has")
     flat = _Flat(copy_for_trial(model), takes)
+    # Outside of inference mode: the program keeps the clones below
     with quiet_about_torchscript(), torch.inference_mode(mode=False), torch.no_grad():
         program = _compile_program(flat, inputs)
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters = [inspect.Parameter(name, kind) for name in kwargs]
-        if not kwargs:
+        if kwargs:
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters = [inspect.Parameter(name, kind) for name in kwargs]
+        else:
             parameters = inspect_parameters(model)[: len(args)]
         compiled = _Compiled(program, flat.gives, parameters).eval()
         args, kwargs = unflatten(takes, [tensor.clone() for tensor in inputs])

@@ -22,12 +22,14 @@ from parawrap.errors import LaunchError
 
 _log = logging.getLogger("parawrap.launch")
 
-# Bytes
-_IN_MEMORY = 1 << 20  # of one rank; most ranks write less
-_PIECE = 1 << 16  # that are printed at a time, and are in memory twice meanwhile. A guess
-# At the end of the output, to find the last line. A guess: a progress bar has short lines
+# Bytes of a rank's output that stay in memory; more go to a file. Most ranks write less
+_IN_MEMORY = 1 << 20
+# Bytes that are printed at a time. Meanwhile, memory has them twice. A guess
+_PIECE = 1 << 16
+# Bytes at the end of the output that are searched for the last line. A guess: even a progress bar,
+# which writes one line again and again, has shorter ones
 _LAST_LINE = 1 << 16
-_LAST_WORDS = 4000  # of the output in an error: enough for a traceback
+_LAST_WORDS = 4000  # characters of the output in an error: enough for a traceback
 
 _LINE_END = re.compile(r"(\r\n|\n|\r)")
 _ESCAPE_CODE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colors and movements of the cursor

@@ -50,7 +50,7 @@ class Packed(Block):
 
     def __init__(self, pickled: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         super().__init__()
-        lengths = [sum(map(len, pickled)), *[part.nbytes for part in buffers]]
+        lengths = [sum(map(len, pickled)), *map(len, buffers)]  # of memory without a format: bytes
         head = [len(lengths), *lengths]
         self._add(b"".join(map(_LENGTH.pack, head)))
         self._align()
@@ -61,7 +61,8 @@ class Packed(Block):
             self._add(part)
 
     def _align(self) -> None:
-        self._add(bytes(-self.size % ALIGNMENT))
+        missing = -self.size % ALIGNMENT  # bytes up to the next multiple
+        self._add(bytes(missing))
 
     def _add(self, part: Any) -> None:
         self.parts.append(part)

@@ -94,8 +94,8 @@ class Pool:
         assignments: The first message of each rank, by rank.
         transcripts: One per rank.
         timeout_min: Minutes for each call. None sets no limit.
-        up_at: When `timeout_min` is over for the whole launch, by the monotonic clock. None counts
-            it per call.
+        deadline: When `timeout_min` is over for the whole launch, by the monotonic clock. None
+            counts it per call.
         hang_s: Seconds without output and without progress, after which `reason_of_hang` gives a
             reason. None sets no limit.
 
@@ -114,7 +114,7 @@ class Pool:
         transcripts: Sequence[Transcript],
         *,
         timeout_min: float | None = None,
-        up_at: float | None = None,
+        deadline: float | None = None,
         hang_s: float | None = None,
     ) -> None:
         self.events = Events()
@@ -124,7 +124,7 @@ class Pool:
         self._assignments = assignments
         self._transcripts = transcripts
         self._timeout_min = timeout_min
-        self._up_at = up_at
+        self._deadline = deadline
         self._hang_s = hang_s
         self._stays = assignments[0].stays
         # Four looks within `hang_s`: a call that hangs ends at most a quarter late
@@ -301,7 +301,7 @@ class Pool:
         self._timers.pop(self._trim, None)
         if not self.is_ending:
             if self._timeout_min is not None:
-                ends_at = now + 60 * self._timeout_min if self._up_at is None else self._up_at
+                ends_at = now + 60 * self._timeout_min if self._deadline is None else self._deadline
                 self._timers[self._time_is_up] = ends_at
             self._timers[self._look] = now + self._look_s
             if self.preempted:  # during the start

@@ -303,24 +303,26 @@ class ModelServer:
             replica.is_dirty = True  # forward may have stopped between two writes
             raise
         # Refuse outputs and writes that workers cannot return
-        leaves = (output,) if type(output) is torch.Tensor else flatten(output)[0]
+        leaves, _ = flatten(output)
         if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
             raise SessionError(GRADIENTS.format("the output"))
         output = hand_over(output, replica)
         replicas.settle_whole(replica, versions)
         if contents is not None:
             replicas.check_contents(contents)
-        if not form.is_whole and state.possible_writes.trains and _has_other_buffers(replicas):
+        # Such as statistics of batch norm. A whole call gives nothing back, so it may write them
+        may_write_statistics = state.possible_writes.trains and not form.is_whole
+        if may_write_statistics and _has_written_buffer(replicas):
             raise SessionError(_TRAINS)
         if numbers is not None and not torch.equal(numbers, torch.get_rng_state()):
             raise SessionError(_DRAWS)
         return output
 
-    def _place(self, *call: Any) -> Any:
-        """Return arguments on the device of the worker."""
+    def _place(self, args: Any, kwargs: Any) -> Any:
+        """Return the arguments on the device of the worker."""
         if self._device == _CPU:
-            return call
-        leaves, spec = flatten(call)
+            return args, kwargs
+        leaves, spec = flatten((args, kwargs))
         placed = [
             leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
@@ -339,7 +341,7 @@ class ModelServer:
         self._warned.append((str(message), category, filename, lineno))
 
 
-def _has_other_buffers(replicas: Replicas) -> bool:
+def _has_written_buffer(replicas: Replicas) -> bool:
     """True if the last call wrote a buffer, perhaps without a new version, as batch norm does."""
     state = replicas.state
     replica = state.replicas[0]

@@ -240,6 +240,7 @@ class Request:
         if self.form.prepare is None and not call.is_simple:
             call.given = Given((call.args, call.kwargs or {}))
         if call.kwargs:
+            # Without a name of its own: an error names the key of the dict
             self.items.append(self.packer.add({"args": call.args, "kwargs": call.kwargs}, ""))
         else:
             self.items.append(self.packer.add(call.args, "args"))

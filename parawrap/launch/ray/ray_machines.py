@@ -31,10 +31,10 @@ from parawrap.processes.torch_groups import LOOPBACK, open_tcp_store
 
 _TOKEN_BYTES = 32  # 256 bits cannot be guessed
 _HELLO_BYTES = _TOKEN_BYTES + RANK_BYTES + 1  # the token, the rank, and the kind of connection
-_ARRIVAL_S = 60.0  # for all connections to arrive; a guess that no test has contradicted
-_POLL_S = 0.2  # of a wait for connections: has the launch been cancelled?
-_NOTICE_S = 8.0  # Ray reports the loss of a node after about five seconds
-_SERVER_EXIT_S = 10.0  # for the servers to end, which have no ranks left
+_ARRIVAL_S = 60.0  # until all connections have arrived; a guess that no test has contradicted
+_POLL_S = 0.2  # between two looks for a cancel, while connections arrive
+_NOTICE_S = 8.0  # until Ray reports a lost node, which takes it about five seconds
+_SERVER_EXIT_S = 10.0  # until the servers have ended, which have no ranks left
 # Ray may place an actor on a lost node, because it notices a loss only after some seconds
 _MOST_TRIES = 3
 _log = logging.getLogger("parawrap.launch")

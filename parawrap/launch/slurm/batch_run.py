@@ -55,7 +55,9 @@ _POLL_S, _LONGEST_POLL_S = 1.0, 15.0
 _JOBS_PER_PAUSE = 20  # with more jobs, pauses are longer: one controller answers for all
 # A file written at the job's end may appear this much later on a network file system
 _FILE_DELAY_S = 5.0
-_TASK_EXIT_S = 60.0  # for the tasks to exit; Slurm kills them after KillWait, usually 30 seconds
+_TASK_EXIT_S = (
+    60.0  # until the tasks have exited; Slurm kills them after KillWait, usually 30 seconds
+)
 # Rank 0 looks for a request once per second, and the other ranks look once per second whether rank
 # 0 has passed one on. The rest is for a file system that shows new files late
 _STACKS_S = 5.0
@@ -437,7 +439,7 @@ class BatchRun(Run):
     def _complete(self, outcomes: dict[int, Outcome]) -> Ending:
         """Return the ending of a start, from the outcomes of some ranks. The others were ended.
 
-        The transcripts get the tracebacks of ranks, and deaths get the last output of theirs.
+        The transcripts get the tracebacks of ranks. Each death gets the last output of its rank.
         """
         for rank, transcript in enumerate(self.output.transcripts):
             outcome = outcomes.setdefault(rank, Ended(time.time()))

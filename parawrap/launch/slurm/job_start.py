@@ -177,6 +177,7 @@ def _numbers_in(text: str) -> Iterable[int]:
 
 def unreported_death(code: int | None, lost_with: str = "") -> Died:
     """Return a death that no rank has reported: its time and its process are not known here."""
+    # An infinite time: a failure with a known time counts as the first one
     return Died(at=math.inf, pid=0, code=code, lost_with=lost_with)
 
 
