@@ -2,7 +2,8 @@
 
 One message names every such output, and the options that declare all of them at once. The options
 are written with the keys of the output, and keep the entries that the user has given. Calls by the
-rules of torch.nn.DataParallel have no options: their messages name those of a parallel block.
+rules of torch.nn.DataParallel have no options: `Trials.of_block` tries those of a parallel block,
+which their messages name with the block.
 
 A message, and the functions that write its parts::
 
@@ -24,9 +25,9 @@ from typing import Any
 
 import torch
 
-from parawrap.engine.columns import describe_column, list_values
+from parawrap.engine.columns import are_tensors, describe_column, list_values
 from parawrap.engine.join_by_place import MANY_PADDED, Joiner, is_sequence
-from parawrap.engine.join_rules import Refusal
+from parawrap.engine.join_rules import JoinRules, Refusal
 from parawrap.engine.join_trials import Trials
 from parawrap.engine.output_place import Cure, OtherDim, OutputPlace
 from parawrap.engine.rules.transformers_caches import WITHOUT_CACHE, is_cache
@@ -50,6 +51,8 @@ _MEANINGS = {
     "pad_value": "In pad_value, give the padding that is right for each output",
 }
 _CACHE_NAMES = ("past_key_values", "cache_params")
+_FEWEST_SHORTENED = 3  # outputs with one entry; a pair is clearer with an entry for each
+_AS_LISTS = 'join="list"'
 _OPTIONS_OF_BLOCK = (
     "out_dims, reduce, and join are options of parallel(model, devices), whose errors say what to "
     "set"
@@ -65,14 +68,36 @@ def explain_refusal(joiner: Joiner, refusal: Refusal) -> str:
     joiner.path.clear()
     trials = Trials(joiner)
     root = trials.find_places()
-    for place in root.refused():
+    refused = root.refused()
+    for place in refused:
         if place.reason.is_of_options:  # the meaning of the other options is not known
             return f"{place.name} cannot be joined: {place.reason}"
-    if not trials.rules.as_torch:
-        _find_cures(root, trials)
-    if not root.refused():  # a second look finds no place if a `reduce` counts its calls
+    rules = joiner.rules
+    if rules.as_torch:
+        # The cures are options of a block. It may refuse places that torch joins, such as numbers,
+        # and its options must join them too
+        trials = trials.of_block()
+        root = trials.find_places()
+        _keep_refused_lists(refused, root)
+    _find_cures(root, trials)
+    if not rules.as_torch:
+        refused = root.refused()  # also the outputs that need a value to pad with
+    if not refused:  # a second look finds no place if a `reduce` counts its calls
         return f"{first} cannot be joined: {refusal}"
-    return _write_message(root, trials)
+    return _write_message(refused, root, rules, trials)
+
+
+def _keep_refused_lists(refused: Sequence[OutputPlace], root: OutputPlace) -> None:
+    """Refuse the lists below `root` that the rules of torch have refused, so that they get cures.
+
+    A block takes the items of a list as long as its shard for rows. The cure writes that out, since
+    only the user knows what the items are.
+    """
+    leaves = {place.path: place for place in root.leaves()}
+    for place in refused:
+        same = leaves.get(place.path)
+        if same is not None and same.refusal is None and is_sequence(place.column[0]):
+            same.refusal = place.refusal
 
 
 def _find_cures(root: OutputPlace, trials: Trials) -> None:
@@ -143,11 +168,53 @@ def _build(place: OutputPlace, given: Any, option: str, trials: Trials) -> Any:
             entry = _entry_from_sizes(part, trials)
         entries[step] = entry
     if place.is_tuple:
-        return tuple(entries.values())
+        return _shorten(place, tuple(entries.values()), option)
     if INSIDE in entries:  # a registered object, which is its own only part
         return entries[INSIDE]
     named = {step: entry for step, entry in entries.items() if entry is not missing}
     return named or missing
+
+
+def _shorten(place: OutputPlace, entries: tuple[Any, ...], option: str) -> Any:
+    """Return one entry for a long list of outputs if all have the same, such as 24 layers.
+
+    Otherwise, return the entries as they are.
+    """
+    found = _list_entries(entries)
+    first = found[0]
+    has_dict = any(isinstance(entry, dict) for entry in found)
+    if has_dict or any(entry != first for entry in found):
+        return entries
+    is_long = len([*place.leaves()]) >= _FEWEST_SHORTENED
+    return first if is_long and _holds_for_each(place, first, option) else entries
+
+
+def _list_entries(entries: tuple[Any, ...]) -> list[Any]:
+    """Return the entries of nested tuples, in order. A dict is one entry."""
+    found: list[Any] = []
+    for entry in entries:
+        if isinstance(entry, tuple):
+            found += _list_entries(entry)
+        else:
+            found.append(entry)
+    return found
+
+
+def _holds_for_each(place: OutputPlace, entry: Any, option: str) -> bool:
+    """True if an entry for a whole list declares each output as an entry of its own does."""
+    leaves = [*place.leaves()]
+    if option == "pad_value":  # the user has to choose each value
+        return False
+    if option == "reduce":  # one reduction for a list is for its numbers alone
+        return all(leaf.holds_numbers for leaf in leaves)
+    if entry is None:
+        return True
+    # "ragged" takes the items of a list for rows. Of a tuple of tensors, it joins each tensor
+    kinds = {type(each.column[0]) for each in place.walk() if each.parts}
+    if entry == "ragged" and kinds != {tuple}:
+        return False
+    # For a list without tensors, a dim declares one item per row
+    return all(are_tensors(leaf.column) for leaf in leaves)
 
 
 def _own_reduction(place: OutputPlace, given: Any) -> Any:
@@ -222,12 +289,17 @@ def _write_code(entry: Any) -> str:
 # Messages
 
 
-def _write_message(root: OutputPlace, trials: Trials) -> str:
-    """Return the message for the refused places of an output."""
-    refused, rules = root.refused(), trials.rules
+def _write_message(
+    refused: Sequence[OutputPlace], root: OutputPlace, rules: JoinRules, trials: Trials
+) -> str:
+    """Return the message for the refused places of an output.
+
+    `rules` are those of the call, which refused the places. `root` has the places with their cures,
+    and `trials` the rules that the cures are for: those of a block if `rules` are those of torch.
+    """
     sentences = [_say_what(refused, trials.rows)]
     sentences += dict.fromkeys(place.reason.advice for place in refused)  # each advice once
-    pairs = [place for place in refused if place.compares_rows]
+    pairs = [place for place in root.refused() if place.compares_rows]
     if pairs:
         sentences.append(_say_pairs(pairs))
         for place in root.leaves():
@@ -238,12 +310,15 @@ def _write_message(root: OutputPlace, trials: Trials) -> str:
         sentences += _say_possible_pairs(root)
     if any(map(_is_of_cache, refused)):
         sentences.append(WITHOUT_CACHE)
-    if not rules.as_torch:
-        other_dims = [*_say_other_dims(root, rules.dim)]
-        sentences += other_dims
-        sentences += _say_options(root, trials, is_final=bool(pairs or other_dims))
-    elif not pairs:
+    if rules.as_torch and trials.rows is None:  # the sizes do not show what joins the outputs
         sentences.append(_OPTIONS_OF_BLOCK)
+    else:
+        other_dims = [*_say_other_dims(root, rules)]
+        sentences += other_dims
+        is_final = bool(pairs or other_dims)
+        if rules.as_torch:  # advice on how to change the model comes before another wrapper
+            is_final = is_final or any(place.reason.advice for place in refused)
+        sentences += _say_options(root, rules, trials, is_final=is_final)
     return ". ".join(filter(None, sentences))
 
 
@@ -312,13 +387,13 @@ def _say_possible_pairs(root: OutputPlace) -> Iterator[str]:
             return
 
 
-def _say_other_dims(root: OutputPlace, row_dim: int) -> Iterator[str]:
+def _say_other_dims(root: OutputPlace, rules: JoinRules) -> Iterator[str]:
     """Yield what to do with outputs that have several entries per row on another dim."""
     found: dict[str, OtherDim] = {}  # by the code of the place in the output `each` of a lane
     for place in root.leaves():
         if place.refusal is None or place.cure is not None or not place.holds_arrays:
             continue
-        other = place.find_other_dim(row_dim)
+        other = place.find_other_dim(rules.dim)
         if other is not None:
             found[address("each", place.path)] = other
     if not found:
@@ -327,8 +402,8 @@ def _say_other_dims(root: OutputPlace, row_dim: int) -> Iterator[str]:
     counts = ", ".join(f"{other.entries} on dim {other.dim}" for other in others)
     code, example = next(iter(found.items()))
     yield (
-        f"Each row has several entries ({counts}), and options join those of dim {row_dim} "
-        'alone. Use join="list", which returns the outputs of the lanes, and '
+        f"Each row has several entries ({counts}), and options join those of dim {rules.dim} "
+        f"alone. Use {_write_block(_AS_LISTS, rules)}, which returns the outputs of the lanes, and "
         f"join them with torch.cat([{code} for each in outputs], {example.dim})"
     )
 
@@ -340,12 +415,13 @@ def _is_of_cache(place: OutputPlace) -> bool:
     return any(map(is_cache, values))
 
 
-def _say_options(root: OutputPlace, trials: Trials, *, is_final: bool) -> Iterator[str]:
+def _say_options(
+    root: OutputPlace, rules: JoinRules, trials: Trials, *, is_final: bool
+) -> Iterator[str]:
     """Yield the options that join the outputs, and their meanings.
 
     With `is_final`, the error says already what to do with outputs that no option joins.
     """
-    rules = trials.rules
     if rules.options == "none":
         return
     # An option for a whole output holds for an entry of an argument too, unless it names keys
@@ -358,10 +434,11 @@ def _say_options(root: OutputPlace, trials: Trials, *, is_final: bool) -> Iterat
         return
     if options:
         has_others = any(leaf.refusal is not None and leaf.cure is None for leaf in root.leaves())
-        use = f"For the other outputs, use {options}" if has_others else f"Use {options}"
+        use = "For the other outputs, use" if has_others else "Use"
+        use += f" {_write_block(options, rules)}"
         if len(cured) == 1 and cured[0].other is not None:
             other = _write_other_options(root, cured[0], trials)
-            use += f", or {other} if it {_say_meaning(cured[0].other)}"
+            use += f", or {_write_block(other, rules)} if it {_say_meaning(cured[0].other)}"
         yield use
         if len(cured) > 1:
             yield from _say_other_meanings(cured)
@@ -369,8 +446,18 @@ def _say_options(root: OutputPlace, trials: Trials, *, is_final: bool) -> Iterat
         for name, meaning in _MEANINGS.items():
             if f"{name}=" in use:
                 yield meaning
-    if not is_final and rules.options == "all":
-        yield 'join="list" returns the outputs of the lanes as they are'
+    # A user of DataParallel has to write a block for either, and options join the outputs too
+    has_better = rules.as_torch and options != ""
+    if not is_final and not has_better and rules.options == "all":
+        yield f"{_write_block(_AS_LISTS, rules)} returns the outputs of the lanes as they are"
+
+
+def _write_block(options: str, rules: JoinRules) -> str:
+    """Return options as the user can give them: in a new block instead of DataParallel.
+
+    The options of other calls are given where the user gives the present ones.
+    """
+    return f"parallel(model, devices, {options})" if rules.as_torch else options
 
 
 def _say_words(cured: Sequence[OutputPlace]) -> Iterator[str]:

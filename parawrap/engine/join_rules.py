@@ -93,6 +93,8 @@ class JoinRules:
         dim: The dim of the rows of undeclared outputs.
         as_torch: True for the rules of torch.nn.DataParallel's gather.
         options: The options that an error may name: all, those for a whole output, or none.
+        assumes_proof: True if shards of one size prove which outputs follow the rows, as unequal
+            shards do. Errors of DataParallel try the options of a block so: its shards are unequal.
     """
 
     dim: int = 0
@@ -102,6 +104,7 @@ class JoinRules:
     pad_value: Any = None
     as_torch: bool = False
     options: Literal["all", "whole", "none"] = "all"
+    assumes_proof: bool = False
 
     # Cached, since every call reads these. Threads that compute one at the same time store equal
     # values

@@ -14,7 +14,7 @@ import torch
 
 from parawrap.engine.columns import are_tensors, list_values, shape_of
 from parawrap.engine.join_by_place import Joiner, Siblings, is_sequence
-from parawrap.engine.join_rules import Declared, Refusal, is_tree
+from parawrap.engine.join_rules import Declared, JoinRules, Refusal, is_tree
 from parawrap.engine.output_place import Cure, OutputPlace
 from parawrap.tree import TENSOR, UNDECLARED, flatten, flatten_once
 
@@ -39,6 +39,12 @@ class Trials:
         self._joiner = joiner
         self.rules = joiner.rules
         self.rows = joiner.rows
+
+    def of_block(self) -> Trials:
+        """Return trials of the same outputs by the rules of a parallel block without options."""
+        # The shards of a block differ in size, which shows what follows the rows
+        rules = JoinRules(self.rules.dim, assumes_proof=True)
+        return Trials(self._joiner.with_rules(rules))
 
     # Places
 

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from parawrap import DataParallel, GatherError, TupleParallel, cat, default_collate, parallel
 from parawrap.backends import ignore_speed_warnings
 from tests.helpers.calling import Calls
+from tests.helpers.cures import options_of
 from tests.helpers.same import assert_same
 
 TWO = ["cpu"] * 2
@@ -69,10 +70,11 @@ def test_lists_are_joined_or_refused(name):
         if name in JOINED or rows == 1:
             assert_same(net(x), model(x))
             continue
-        with pytest.raises(GatherError, match=r"or use parallel\(model, devices"):
+        with pytest.raises(GatherError, match=r"parallel\(model, devices") as refused:
             net(x)
         if name in ITEMS:
-            with ignore_speed_warnings(), torch.no_grad(), parallel(model, TWO) as p:
+            cure = options_of(str(refused.value))
+            with torch.no_grad(), parallel(model, TWO, **cure) as p:
                 assert_same(p(x), model(x))
     net.close()
 

@@ -37,7 +37,7 @@ def options_of(message, after="se "):
 
     `after` is the text before them: "Use" and "use" by default.
     """
-    start = re.search(rf"{after}(?={_NAME.pattern})", message)
+    start = re.search(rf"{after}(?:parallel\(model, devices, )?(?={_NAME.pattern})", message)
     assert start is not None, f"no options in {message}"
     at, options = start.end(), {}
     while named := _NAME.match(message, at):

@@ -86,19 +86,16 @@ OUTPUTS = {
         lambda x: (x, WEIGHT, x.mean(), [x]),
         {"out_dims": (0, None, 0, (0,)), "reduce": (None, None, "mean", None)},
     ),
-    "layers": (lambda x: (x, (layers(x),) * 3), {"out_dims": (0, (1, 1, 1))}),
+    "layers": (lambda x: (x, (layers(x),) * 3), {"out_dims": (0, 1)}),
     "layers in a list": (
         lambda x: {"mems": [layers(x), [layers(x)] * 3]},
-        {"out_dims": {"mems": (1, (1, 1, 1))}},
+        {"out_dims": {"mems": 1}},
     ),
     "many frames": (
         lambda x: {"y": (x.repeat_interleave(4, 0),) * 3, "z": [x.repeat_interleave(4, 0)] * 3},
-        {"out_dims": {"y": ("ragged",) * 3, "z": ("ragged",) * 3}},
+        {"out_dims": {"y": "ragged", "z": ("ragged", "ragged", "ragged")}},
     ),
-    "numbers": (
-        lambda x: {"losses": [x.mean()] * 3, "y": x},
-        {"reduce": {"losses": ("mean",) * 3}},
-    ),
+    "numbers": (lambda x: {"losses": [x.mean()] * 3, "y": x}, {"reduce": {"losses": "mean"}}),
     "all kinds": (
         lambda x: {
             "y": x,
@@ -294,25 +291,33 @@ def test_calls_can_do_without_caches():
 
 
 OF_DATA_PARALLEL = {
-    "keys": lambda x: {"y": x, "count": len(x), "state": {"h": layers(x)}},
-    "items": lambda x: (x, [{"n": float(row)} for row in x]),
-    "widths": lambda x: {"y": x.new_ones(len(x), 1 + int(x[0]) // 10), "loss": x.mean()},
+    # an output that DataParallel refuses, and the options of a block that its error names
+    "keys": (
+        lambda x: {"y": x, "count": len(x), "state": {"h": layers(x)}},
+        {"reduce": {"count": "sum"}, "out_dims": {"state": {"h": 1}}},
+    ),
+    "items": (lambda x: (x, [{"n": float(row)} for row in x]), {"out_dims": (0, "items")}),
+    "widths": (
+        lambda x: {"y": x.new_ones(len(x), 1 + int(x[0]) // 10), "loss": x.mean()},
+        {"reduce": {"loss": "mean"}, "join": "pad"},
+    ),
 }
 
 
 @pytest.mark.filterwarnings("ignore:the module returned 0-d tensors")
 @pytest.mark.parametrize("name", OF_DATA_PARALLEL)
 def test_data_parallel_names_a_block(name):
-    """Errors of DataParallel name the options of a block, which joins the output with them."""
-    function = OF_DATA_PARALLEL[name]
+    """Errors of DataParallel name the options of a block, with the keys of the output. A block with
+    these options joins the output.
+    """
+    function, expected = OF_DATA_PARALLEL[name]
     net = DataParallel(Calls(function), TWO)
-    with says("out_dims, reduce, and join are options of parallel"):
+    with says(r"Use parallel\(model, devices, ") as refused:
         net(X)
     net.close()
-    cure = {}
-    if name != "items":  # a block needs no options for these
-        cure = options_in_error(lambda: call(function, X))
-    joined = call(function, X, **cure)
+    cure = options_of(str(refused.value))
+    assert cure == expected
+    joined = call(Calls(function), X, **cure)
     if name != "widths":  # shorter rows are padded
         assert_same(joined, function(X))
 
