@@ -323,9 +323,11 @@ class ModelServer:
         if self._device == _CPU:
             return args, kwargs
         leaves, spec = flatten((args, kwargs))
-        placed = [
-            leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-        ]
+        # Not inference tensors, in which no version shows a write
+        with torch.inference_mode(mode=False):
+            placed = [
+                leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+            ]
         return unflatten(spec, placed)
 
     def _note_warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import ReplicaError, ShardError, parallel, register_split
+from parawrap.engine.lanes import Modes
+from parawrap.processes.packing import Packer, restore
+from parawrap.workers.model import SentModel
+from parawrap.workers.worker import Form, ModelServer, WorkerAnswer, pack_modes
 from tests import simdevice
 from tests.helpers.device_models import (
     SIMS,
@@ -369,3 +374,22 @@ def test_models_on_wrong_devices():
         pytest.raises(ReplicaError, match=re.escape("'0.weight' is on the meta device")),
     ):
         model(rows())
+
+
+@torch.inference_mode()
+def test_worker_finds_writes_in_inference_mode():
+    """A worker on another device finds what forward writes into its copy of an argument."""
+    with warnings.catch_warnings():  # the server replaces their handling in its process
+        server = ModelServer(torch.device("sim:1"))
+    server.take_model(memoryview(SentModel(torch.Tensor.mul_).read().to_bytes()))
+    form = Form(pack_modes(Modes.capture("sim")), True, None, True, None, None)
+    packer = Packer()
+
+    def read_block(packer):
+        return memoryview(bytearray().join(map(bytes, packer.parts)))
+
+    items = [packer.add((torch.ones(3), torch.tensor(2.0)), "args")]
+    answers, answered = server.answer(form, items, read_block(packer))
+    answer = WorkerAnswer(*answers[0])
+    written = restore(answer.written, read_block(answered))
+    assert_close(written.tensors[0], torch.full((3,), 2.0))
