@@ -265,9 +265,15 @@ class ShardPlan:
 
     # After forward
 
-    def list_whole_leaves(self, flat: FlatCall) -> list[Any]:
-        """Return the leaves that every lane gets whole."""
-        return [leaf for leaf, dim in zip(flat.leaves, self.dims, strict=True) if dim is None]
+    def find_whole_leaves(self, flat: FlatCall) -> dict[int, Any]:
+        """Return the values that every lane gets whole, by their ids."""
+        found: dict[int, Any] = {}
+        for leaf, dim in zip(flat.leaves, self.dims, strict=True):
+            if dim is None:
+                # Forward sees the value alone, and may return it
+                value = leaf.value if isinstance(leaf, WholeLeaf) else leaf
+                found[id(value)] = value
+        return found
 
     def read_versions(self, flat: FlatCall) -> list[int]:
         """Return the version of each tensor that every lane gets whole.

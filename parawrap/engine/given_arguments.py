@@ -26,6 +26,8 @@ from parawrap.engine.lent_containers import (
 from parawrap.engine.rules.registry import list_contents, update_argument
 from parawrap.tree import WholeLeaf, flatten
 
+_NUMBERS = (type(None), bool, int, float, complex)
+
 
 class SentBack:
     """The mark of an argument in values that travel.
@@ -81,7 +83,10 @@ def read_changes(loan: Loan) -> ArgumentChanges | None:
 def mark_arguments(output: Any, loan: Loan) -> Any:
     """Return an output with marks in place of arguments, which would travel as copies."""
     if not (loan.containers or loan.objects):
-        return output
+        # Every call of plain tensors comes here: one look at the leaves, and no walk in Python
+        leaves = (output,) if type(output) is torch.Tensor else flatten(output)[0]
+        if set(map(id, loan.leaves)).isdisjoint(map(id, leaves)):
+            return output
     return replace_parts(output, _find_marks(loan))
 
 
@@ -89,9 +94,10 @@ def _find_marks(loan: Loan) -> Callable[[Any], SentBack | None]:
     """Return a function that takes a value, and returns the mark of an argument, or None."""
     # By id. The loan keeps the arguments alive, so no other object has the id of one
     marks: dict[int, SentBack] = {}
-    # Numbers and texts are left out: equal ones may be one object, and travel as they are
+    # Without small numbers, which are one object wherever they come from. A text that has arrived
+    # is a new object, and an object that all code shares, such as a dtype, is the caller's too
     for number, leaf in enumerate(loan.leaves):
-        if isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, _NUMBERS):
             marks[id(leaf)] = SentBack("leaf", number)
     for number, before in enumerate(loan.containers):
         marks[id(before.container)] = SentBack("container", number)

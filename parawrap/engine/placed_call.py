@@ -23,7 +23,7 @@ from parawrap.engine.lanes import without_autocast
 from parawrap.engine.lent_containers import Path
 from parawrap.engine.output_handover import hand_over
 from parawrap.engine.replica import Replica
-from parawrap.tree import WholeLeaf, flatten
+from parawrap.tree import flatten
 
 _NOT_PLACED = Shard((), {}, 0)
 
@@ -113,12 +113,7 @@ class PlacedCall:
 
         The origin is an object of the caller or of the model; None if there is none.
         """
-        # By id. `flat` keeps the leaves alive, so no other object has the id of one
-        shared: dict[int, Any] = {}
-        for leaf in self.plan.list_whole_leaves(self.flat):
-            shared[id(leaf)] = leaf
-            if isinstance(leaf, WholeLeaf):  # forward gets the value in it, and may return that
-                shared[id(leaf.value)] = leaf.value
+        shared = self.plan.find_whole_leaves(self.flat)
         found = []
         # Part i ran in lane ``i % lanes``
         for shard, replica in zip(self.shards, cycle(self._replicas), strict=False):

@@ -243,15 +243,13 @@ class ModelServer:
         if not are_tensors and any(map(is_generator, leaves)):  # its new state would stay here
             msg = f"an argument is {GENERATOR_STAYS}"
             raise SessionError(msg)
-        # With `prepare`, forward gets other arguments, and writes of `prepare` stay here
-        is_lent = not are_tensors and form.prepare is None
         # Three ways to see writes: entries of containers, pickles of objects, versions of tensors
-        loan = _lend_all((args, kwargs), leaves) if is_lent else NOTHING
-        contents = PickledContents(leaves) if is_lent else None
+        loan, contents = NOTHING, None
+        if form.prepare is None:  # with it, forward gets other arguments, and its writes stay here
+            loan = Loan(leaves) if are_tensors else _lend_all((args, kwargs), leaves)
+            contents = None if are_tensors else PickledContents(leaves)
         versions = [*map(_version_of, leaves)]
         returned = self._run(form, args, kwargs)
-        # Tensors alone are not lent, so they get no marks: one that the call returns is another
-        # tensor for the caller
         output = mark_arguments(returned, loan)
         has_marks = output is not returned
         self._replicas.unkept.warn()  # of writes into the model, which do not stay

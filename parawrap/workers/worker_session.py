@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
+from operator import is_
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -21,7 +22,8 @@ import torch
 from parawrap.backends import backend_of, device_of, warn_caller
 from parawrap.engine.borrowed import WRITTEN_WHOLE, Borrowed, rules_of_entries
 from parawrap.engine.call import Entry, must_run_plainly
-from parawrap.engine.cut import Cutter, Shard, ShardPlan
+from parawrap.engine.cut import Columns, Cutter, Shard, ShardPlan
+from parawrap.engine.flat_call import FlatCall
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lane_errors import raise_first_failure
@@ -149,16 +151,35 @@ class WorkerSession:
         borrowed = plan.find_borrowed(flat, (args, kwargs), loans)
         if borrowed is not None:
             outputs = self._join_borrowed(borrowed, outputs, plan.sizes, device)
-        # For each worker, a function that returns the caller's object for a copy in its output
-        finds = [partial(_find_object, shard.origins) for shard in shards]
-        with without_autocast(self._backend.type):
-            output = join(outputs, plan.sizes, self.rules, device, lambda: finds)
+        output = None
+        if device is None:
+            output = self._find_cut_argument(outputs, plan, flat, columns)
+        if output is None:
+            whole = plan.find_whole_leaves(flat)
+            # For each worker, a function that returns the caller's value for its own
+            finds = [partial(_find_value, {**whole, **shard.origins}) for shard in shards]
+            with without_autocast(self._backend.type):
+                output = join(outputs, plan.sizes, self.rules, device, lambda: finds)
         plan.write_back(flat, columns, loans)
         if borrowed is None:
             return output
         # Last: after an error above, the caller's containers are unchanged
         borrowed.enter()
         return borrowed.resolve(output)
+
+    def _find_cut_argument(
+        self, outputs: list[Any], plan: ShardPlan, flat: FlatCall, columns: Columns
+    ) -> Any:
+        """Return the argument whose parts are the outputs; None for other outputs.
+
+        `Calls._cat_rows` has this loop too: there, one more function would cost every call.
+        """
+        dim = self.rules.row_dim_of_tensor
+        if dim is not None:
+            for leaf, column, cut_on in zip(flat.leaves, columns, plan.dims, strict=True):
+                if cut_on == dim and all(map(is_, outputs, column)):
+                    return leaf
+        return None
 
     def _join_borrowed(
         self,
@@ -438,12 +459,8 @@ class WorkerSession:
         return None if device == _CPU else device
 
 
-def _find_object(origins: Mapping[int, Any], value: Any) -> Any:
-    """Return the caller's object whose copy a worker has returned; None for another object.
-
-    None for a tensor too: the worker returned a new one.
-    """
-    return None if isinstance(value, torch.Tensor) else origins.get(id(value))
+def _find_value(by_id: Mapping[int, Any], value: Any) -> Any:
+    return by_id.get(id(value))
 
 
 def _is_on_cpu(leaf: Any) -> bool:

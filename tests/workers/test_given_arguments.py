@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import is_
 from types import SimpleNamespace
 
 import numpy as np
@@ -70,6 +71,34 @@ def test_an_argument_that_is_returned(kind, is_cut):
         output = p(batch) if is_cut else p.submit(batch).result()
     assert output is batch
     assert_close(batch["y"], batch["x"] * 2)
+
+
+def test_values_that_are_returned(kind):
+    """Forward returns arguments: the caller gets these objects, from each kind of call."""
+    tensors = (torch.ones(2, 3), torch.tensor(3.0))
+    others = ("in German", "7", b"raw bytes", np.zeros(3), SimpleNamespace(size=2), torch.float64)
+    x, values = torch.ones(9, 1), (*tensors, *others)
+
+    def forward(x, *values):
+        return x * 2, values
+
+    with over(kind, forward, in_dims={"values": None}) as p:
+        outputs = [p(x, *values), p.submit(x, *values).result(), *p.map([(x, *values)])]
+    for y, returned in outputs:
+        assert_close(y, x * 2)
+        assert all(map(is_, returned, values))
+
+
+def test_tensors_that_are_returned(kind):
+    """A call of tensors alone returns its argument, cut or whole, with what forward wrote."""
+    x = torch.ones(9, 1)
+    with over(kind, lambda x: x.mul_(2)) as p:
+        assert p(x) is x
+        assert p.submit(x).result() is x
+        assert next(iter(p.map([x]))) is x
+    assert_close(x, torch.full((9, 1), 8.0))
+    with over(kind, lambda x: x, out_dims=0, join="list") as p:
+        assert_close(p(x), [*x.tensor_split(2)])
 
 
 @pytest.mark.parametrize("name", OBJECTS)
