@@ -424,8 +424,10 @@ def _say_options(
     """
     if rules.options == "none":
         return
-    # An option for a whole output holds for an entry of an argument too, unless it names keys
-    if rules.options == "whole" and root.parts:
+    # An option for a whole output holds for an entry of an argument too, unless it names keys.
+    # With out_dims=None, outputs with rows would be refused instead
+    is_constant = root.cure is not None and root.cure.is_constant
+    if rules.options == "whole" and (root.parts or is_constant):
         return
     cured = [place for place in root.leaves() if place.cure is not None]
     options = _write_options(root, trials)

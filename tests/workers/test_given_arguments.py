@@ -17,6 +17,7 @@ import torch
 from torch.testing import assert_close
 
 from parawrap import SessionError, ShardError
+from tests.helpers.cures import options_in_error, run
 from tests.helpers.pools import over
 from tests.helpers.same import assert_same
 
@@ -99,6 +100,31 @@ def test_tensors_that_are_returned(kind):
     assert_close(x, torch.full((9, 1), 8.0))
     with over(kind, lambda x: x, out_dims=0, join="list") as p:
         assert_close(p(x), [*x.tensor_split(2)])
+
+
+@pytest.mark.parametrize("place", ["output", "entry"])
+def test_constant_in_the_code(kind, place):
+    """Threads have one text. Each worker has its own, and the cures in the errors join them."""
+
+    def write(batch):
+        batch["kind"] = "scores of classes"
+        return batch["x"] * 2
+
+    def forward(batch):
+        return {"y": batch["x"] * 2, "kind": "scores of classes"}
+
+    batch, options = {"x": torch.ones(9, 1)}, {}
+    if kind != "thread":
+        if place == "entry":
+            with pytest.raises(ShardError, match="Return it instead of writing it") as refused:
+                run(over(kind, write), batch)
+            assert "out_dims=" not in str(refused.value)
+        options = options_in_error(lambda: run(over(kind, forward), batch))
+    elif place == "entry":
+        run(over(kind, write), batch)
+        assert batch["kind"] == "scores of classes"
+    output = run(over(kind, forward, **options), batch)
+    assert_same(output, {"y": batch["x"] * 2, "kind": "scores of classes"})
 
 
 @pytest.mark.parametrize("name", OBJECTS)
