@@ -84,6 +84,7 @@ class Form(NamedTuple):
 
     Attributes:
         modes: From `pack_modes`.
+        has_grad: True if gradients are enabled.
         is_inference: True in inference mode.
         method: The name of the method; None for the model itself.
         is_whole: False for one part of a cut call.
@@ -93,6 +94,7 @@ class Form(NamedTuple):
     """
 
     modes: bytes
+    has_grad: bool
     is_inference: bool
     method: str | None
     is_whole: bool

@@ -134,7 +134,7 @@ class WorkerSession:
             return self.run_plainly(entry, args, kwargs)
 
         # Scatter and apply
-        self.refuse_gradients(args, kwargs)
+        self._refuse_gradients(args, kwargs, has_grad=torch.is_grad_enabled())
         form = self._form(entry.method, is_whole=False)
         columns = plan.columns(flat, copy=False)
         shards = [plan.place(flat, columns, index, _CPU) for index in range(len(plan.sizes))]
@@ -303,7 +303,8 @@ class WorkerSession:
         needs_no_lock = self._is_closed or here.lane is not None
         with nullcontext() if needs_no_lock else self._plain_lock:
             if self._is_ready():
-                self.refuse_gradients(args, kwargs)  # as in a worker
+                # As in a worker
+                self._refuse_gradients(args, kwargs, has_grad=torch.is_grad_enabled())
             # Calls of the block that the target itself makes are part of this one
             before, here.lane = here.lane, self.lanes.all[0]
             try:
@@ -323,7 +324,8 @@ class WorkerSession:
             UnsendableError: If an argument cannot be pickled.
             SessionError: If the call needs gradients.
         """
-        self.refuse_gradients(call.args, call.kwargs)
+        # The mode of the form: a stream reads the modes once, and its caller may change them
+        self._refuse_gradients(call.args, call.kwargs, has_grad=request.form.has_grad)
         cutter = self.cutters[entry.method]
         rows = None  # not known before `prepare` has computed the arguments in the worker
         if request.form.prepare is None:
@@ -357,9 +359,11 @@ class WorkerSession:
             held.end()
         return call.future
 
-    def refuse_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-        """Raise SessionError if an argument or a parameter requires a gradient."""
-        if not torch.is_grad_enabled():
+    def _refuse_gradients(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, has_grad: bool
+    ) -> None:
+        """Raise SessionError if an argument or a parameter requires a gradient in this mode."""
+        if not has_grad:
             return
         leaves = flatten((tuple(args), dict(kwargs or {})))[0]
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
@@ -431,7 +435,8 @@ class WorkerSession:
         with self._reading:
             model = self._model.read()
             self.lanes.start()
-        return Form(pack_modes(modes), modes.inference, method, is_whole, packed, model)
+        packed_modes = pack_modes(modes)
+        return Form(packed_modes, modes.grad, modes.inference, method, is_whole, packed, model)
 
     def _add(self, request: Request, call: WorkerCall, entry: Entry, rows: int | None) -> None:
         """Add a call to a message, with its row count; None if it is not known."""

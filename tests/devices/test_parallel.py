@@ -382,7 +382,7 @@ def test_worker_finds_writes_in_inference_mode():
     with warnings.catch_warnings():  # the server replaces their handling in its process
         server = ModelServer(torch.device("sim:1"))
     server.take_model(memoryview(SentModel(torch.Tensor.mul_).read().to_bytes()))
-    form = Form(pack_modes(Modes.capture("sim")), True, None, True, None, None)
+    form = Form(pack_modes(Modes.capture("sim")), False, True, None, True, None, None)
     packer = Packer()
 
     def read_block(packer):

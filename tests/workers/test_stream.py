@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from parawrap import SessionError
 from parawrap.workers import chunk_size
 from parawrap.workers.worker_lanes import WorkerLanes
 from tests.helpers.pools import processes
@@ -111,3 +112,16 @@ def test_slow_source(ordered):
     full chunk.
     """
     assert max(count_ahead(30, source_s=0.02, ordered=ordered)) <= 5
+
+
+def test_modes_of_the_first_batch():
+    """A stream reads the modes at its first `next`, also for batches that are read later."""
+    with processes(nn.Linear(3, 2)) as p:
+        outputs = p.map([torch.ones(2, 3)] * 9, buffersize=2)
+        next(outputs)
+        with torch.enable_grad():
+            assert not any(output.requires_grad for output in outputs)
+        with torch.enable_grad():
+            outputs = p.map([torch.ones(2, 3)], return_exceptions=True)
+            with pytest.raises(SessionError, match="a parameter"):
+                next(outputs)
