@@ -13,7 +13,7 @@ from parawrap import parallel
 from parawrap.backends import transfer
 from parawrap.engine.lanes import Modes
 from parawrap.processes.packing import Packer
-from parawrap.processes.pickling import pack
+from parawrap.workers.model import SentModel
 from parawrap.workers.worker import Form, ModelServer, WorkerAnswer, pack_modes
 from tests import simdevice
 from tests.helpers.device_models import SIMS, Holder, mlp, rows, settle, side_stream
@@ -113,11 +113,18 @@ class NotesDevice(nn.Linear):
 def test_calls_on_a_new_model_in_a_worker():
     """The first call on a model that has arrived makes tensors where later calls do."""
     server = ModelServer(torch.device("sim:0"))
-    sent_model = {"model": NotesDevice(2, 2).eval(), "seed": 0, "dtype": torch.float32}
-    server.take_model(memoryview(pack(sent_model, "target").to_bytes()))
+    server.take_model(memoryview(SentModel(NotesDevice(2, 2).eval()).read().to_bytes()))
     with torch.inference_mode():
         modes = pack_modes(Modes.capture("sim"))
-    form = Form(modes, is_inference=True, method=None, is_whole=True, prepare=None, model=None)
+    form = Form(
+        modes,
+        has_grad=False,
+        is_inference=True,
+        method=None,
+        is_whole=True,
+        prepare=None,
+        model=None,
+    )
     item = Packer().add((), "args")
     for _ in range(2):
         (answer,), _ = server.answer(form, [item], memoryview(b""))
