@@ -58,14 +58,19 @@ class UnkeptWrites:
             if attribute not in self._warned:
                 self.waiting.setdefault(attribute, name)
 
-    def warn(self) -> None:
-        """Warn of the names that were added since the last warning. For the caller's thread."""
+    def take(self) -> list[str]:
+        """Return the names that were added since the last warning, and count them as warned of."""
         names = []
         for attribute in [*self.waiting]:
             self._warned.add(attribute)  # first: from here on, no lane adds the name again
             name = self.waiting.pop(attribute, None)
             if name is not None:  # else another thread warns of it
                 names.append(name)
+        return names
+
+    def warn(self) -> None:
+        """Warn of the names that were added since the last warning. For the caller's thread."""
+        names = self.take()
         if not names:
             return
         warn_caller(

@@ -110,6 +110,7 @@ class WorkerAnswer(NamedTuple):
         written: The packed `Written`; None if it has written nothing.
         error: The packed exception, and its traceback as text; None without an exception.
         warned: The packed warnings: text, category, file, and line of each. None without any.
+        unkept: The names of what it wrote into the model, which does not stay.
         start: The time when the call began, as ``perf_counter_ns``.
         end: The time when it ended.
     """
@@ -118,6 +119,7 @@ class WorkerAnswer(NamedTuple):
     written: Any
     error: tuple[bytes, str] | None
     warned: bytes | None
+    unkept: Sequence[str]
     start: int
     end: int
 
@@ -185,7 +187,7 @@ class ModelServer:
     def fail(self, items: list[Any], error: BaseException) -> Answers:
         """Answer each call of a message with an error."""
         now = perf_counter_ns()
-        failed = WorkerAnswer(None, None, _describe(error), None, now, now)
+        failed = WorkerAnswer(None, None, _describe(error), None, (), now, now)
         return [tuple(failed)] * len(items), Packer()
 
     def _make_model(self, sent: dict[str, Any]) -> None:
@@ -229,7 +231,10 @@ class ModelServer:
             failure = _describe(error)
         warned = pack(self._warned, "a warning").to_bytes() if self._warned else None
         self._warned.clear()
-        return WorkerAnswer(output_item, written_item, failure, warned, start, perf_counter_ns())
+        unkept = self._replicas.unkept.take()
+        return WorkerAnswer(
+            output_item, written_item, failure, warned, unkept, start, perf_counter_ns()
+        )
 
     def _call(
         self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], *, are_tensors: bool
@@ -254,7 +259,6 @@ class ModelServer:
         returned = self._run(form, args, kwargs)
         output = mark_arguments(returned, loan)
         has_marks = output is not returned
-        self._replicas.unkept.warn()  # of writes into the model, which do not stay
         if contents is not None:
             contents.check()
         changes = read_changes(loan)

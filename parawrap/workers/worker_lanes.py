@@ -42,6 +42,7 @@ from typing import Any
 
 import torch
 
+from parawrap.engine.forward_writes import UnkeptWrites
 from parawrap.engine.given_arguments import Given
 from parawrap.engine.lanes import Lane, here
 from parawrap.errors import LaunchError, RankDiedError, SessionError, add_note
@@ -147,6 +148,10 @@ class WorkerCall:
             answer = WorkerAnswer(*request.answers[self.position])
             if answer.warned is not None:
                 _repeat_warnings(answer.warned)
+            # Here, and not in the workers: each of them would warn of the same name
+            if answer.unkept and lane is not None:
+                lane.unkept.add(answer.unkept)
+                lane.unkept.warn()
             error: BaseException | None = None
             where = ""
             if answer.error is not None:
@@ -257,15 +262,17 @@ class WorkerLane(Lane):
         prepare: The packed `prepare` that the worker has.
         has_answered: True once the worker has answered a message.
         flying: The messages that the worker has not answered, oldest first.
+        unkept: What calls wrote into the models of workers. All lanes of a block have this object.
     """
 
-    def __init__(self, index: int, device: torch.device) -> None:
+    def __init__(self, index: int, device: torch.device, unkept: UnkeptWrites) -> None:
         super().__init__(index, device, f"{device} (worker {index})", deque(), threading.Lock())
         self.worker: LocalWorker | RayWorker | None = None
         self.model: Packed | None = None
         self.prepare: bytes | None = None
         self.has_answered = False
         self.flying: deque[Request] = deque()
+        self.unkept = unkept
 
 
 class WorkerLanes:
@@ -275,7 +282,9 @@ class WorkerLanes:
     """
 
     def __init__(self, workers: LocalWorkers | RayWorkers, retries: int) -> None:
-        self.all = tuple(WorkerLane(index, device) for index, device in enumerate(workers.devices))
+        unkept = UnkeptWrites()
+        lanes = [WorkerLane(index, each, unkept) for index, each in enumerate(workers.devices)]
+        self.all = tuple(lanes)
         self.retries = retries
         # The time of a whole call: an average in which later messages weigh more
         self.each_ns: float | None = None

@@ -272,6 +272,26 @@ def test_warning_appears_once(block):
     assert [note for note in raised.value.__notes__ if note.startswith("in lane 0 on cpu")]
 
 
+def test_writes_into_the_model_warn_once(kind):
+    """One warning names a write into the model, in whichever lanes it runs, at the user's line."""
+
+    class Noting(nn.Linear):
+        def forward(self, x):
+            self.seen = len(x)
+            return super().forward(x)
+
+    x = torch.ones(9, 2)
+    with warnings.catch_warnings(record=True) as caught, over(kind, Noting(2, 2).eval()) as p:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            p(x)
+            p.submit(x).result()
+            list(p.map([x, x]))
+    (warning,) = caught
+    assert str(warning.message).startswith("the model wrote 'seen' during a call")
+    assert warning.filename == __file__
+
+
 @pytest.mark.parametrize("chunksize", [1, 4])
 def test_value_that_cannot_travel(block, kind, chunksize):
     """A value that cannot travel fails its own batch, and the workers go on.
