@@ -605,17 +605,19 @@ class Cutter:
         """Return the row count of a call; None if no leaf has rows."""
         counts = {extent for extent in flat.extents if extent >= 0}
         # One row next to more is the same for every row, as in torch's broadcasting
-        several = counts - {1}
-        if len(several) > 1:
+        other_counts = counts - {1}
+        if len(other_counts) > 1:
             refuse_disagreement(self._declarations, flat, dims)
-        if several:
-            return several.pop()
-        return 1 if counts else None
+        if other_counts:
+            (rows,) = other_counts
+            return rows
+        return 1 if counts else None  # only leaves of one row, or none with rows
 
     def _write_hint(self, sizes: Sequence[int], units: int, lanes: int) -> str | None:
-        """Return a warning if a balanced cut has a much smaller first shard."""
-        balance = sizes_of_block(self._unit, are_uneven=False)
-        largest = self._unit * balance(units, lanes)[0]
+        """Return a warning if the first shard is much larger than in a balanced cut."""
+        choose_sizes = sizes_of_block(self._unit, are_uneven=False)
+        largest_in_units = choose_sizes(units, lanes)[0]
+        largest = self._unit * largest_in_units
         return hint_of_sizes(sizes, largest, lanes, self._dim)
 
     def _dims_of(self, spec: TreeSpec) -> Dims:

@@ -76,7 +76,8 @@ def read_changes(loan: Loan) -> ArgumentChanges | None:
     objects: list[Any] = []
     for index, before_call in loan.objects.items():
         part = loan.leaves[index]
-        objects.append(None if are_same_objects(list_contents(part), before_call) else part)
+        is_unchanged = are_same_objects(list_contents(part), before_call)
+        objects.append(None if is_unchanged else part)
     return ArgumentChanges(containers, objects)
 
 

@@ -9,9 +9,9 @@ A message, and the functions that write its parts::
 
     output["loss"] cannot be joined: the lanes had 3, 2 rows and    _say_what_of_one
     returned one torch.float32 each (tensor(9.), tensor(6.)),       concatenate.reduce_numbers
-    and no reduction is right for every number.                     the same, in a `Refusal`
+    and no reduction is right for every number.                     reduce_numbers, in its `Refusal`
     Use reduce={"loss": "mean"}.                                    _write_options
-    In reduce, "mean" is for a mean over rows, "sum" for ...        _say_options, of _MEANINGS
+    In reduce, "mean" is for a mean over rows, "sum" for ...        _say_options, from _MEANINGS
     join="list" returns the outputs of the lanes as they are        _say_options
 
 `Trials` (`join_trials.py`) joins each place again, and keeps the `Refusal` that `join_by_place.py`
@@ -105,7 +105,7 @@ def _find_cures(root: OutputPlace, trials: Trials) -> None:
     for place in root.leaves():
         if place.refusal is not None and place.refusal.has_cure:
             trials.find_cures(place)
-    # One output of floats is padded with zeros, and several must each have a value
+    # Without a value from the user, only a single output of floats is padded, with zeros
     padded = [place for place in root.leaves() if place.is_padded or place.names_padding]
     if len(padded) < 2:
         return
@@ -120,12 +120,12 @@ def _find_cures(root: OutputPlace, trials: Trials) -> None:
 
 
 def _write_options(root: OutputPlace, trials: Trials) -> str:
-    """Return the options that join all places, as Python code. Unchanged ones are left out."""
+    """Return the options that join all places, as Python code, without unchanged options."""
     written = []
     for option in _FIELDS:
         given = getattr(trials.rules, option)
         entry = _build(root, given, option, trials)
-        is_unchanged = entry is given or entry == given
+        is_unchanged = entry is given or entry == given  # a NaN, as padding, does not equal itself
         if not is_unchanged:
             written.append(f"{option}={_write_code(entry)}")
     cures = [place.cure for place in root.leaves() if place.cure is not None]

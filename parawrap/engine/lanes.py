@@ -199,12 +199,14 @@ class Lane:
         ready.set()
         while (work := self.inbox.get()) is not None:
             work(self)
-            del work  # `get` may block for long, and the lane keeps nothing of it alive
+            del work  # else a lane that waits in `get` would keep the tensors of the call alive
         # `close` lets the whole calls finish that were sent before it
         while self.own or self._shared:
-            with suppress(IndexError):  # another lane was quicker
+            try:
                 call = (self.own or self._shared).popleft()
-                call(self)
+            except IndexError:  # another lane was quicker
+                continue
+            call(self)
 
 
 class CallParts:

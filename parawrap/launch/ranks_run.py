@@ -488,11 +488,11 @@ class RanksRun(PoolRun):
         if request is self._current:
             pool.interrupt(request.call, cancels=cancels)
         else:
-            # It stays in the queue, or comes there later: other calls rely on its globals
+            # The call is sent in its turn, without its function: later calls rely on its globals
             request.end(Ending.of_cancelled())
 
     def _fail_queue(self) -> None:
-        """End the calls in the queue. The thread of the run and those that submit may be here."""
+        """End the calls in the queue. Several threads may do so at the same time."""
         while True:
             try:
                 request = self._queue.popleft()

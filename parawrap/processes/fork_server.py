@@ -349,6 +349,8 @@ class _Keeper:
         status = files[0]
         group = -1  # the process id of the rank, which leads a process group; -1 without a rank
         try:
+            if len(files) < _SENT_FILES:  # beyond the limit of this process, the kernel drops files
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             group = self._rank = os.fork()
         except OSError as error:
             _report(status, FAILED, error.errno or errno.EAGAIN)

@@ -196,15 +196,18 @@ class Died:
     @property
     def signal(self) -> Signal | None:
         """The signal that killed the process, or None."""
-        return None if self.code is None or self.code >= 0 else _signal(-self.code)
+        # The argument of `sys.exit` may be negative too
+        if self.code is None or self.code >= 0 or self.by_sys_exit:
+            return None
+        return _signal(-self.code)
 
     @property
     def summary(self) -> str:
         """How the rank died, to complete a sentence that starts with the rank's name."""
-        if self.code is not None and self.code < 0:
-            return exit_text(self.code)
         if self.by_sys_exit:
             return f"called sys.exit({self.code}) and returned nothing"
+        if self.code is not None and self.code < 0:
+            return exit_text(self.code)
         if self.lost_with:
             return f"was lost with {self.lost_with}"
         if self.code is None:

@@ -27,7 +27,7 @@ class Settings:
     # ranks. It is a secret of this machine: None for ranks on others
     authkey: bytes | None = field(repr=False)
     cwd: str
-    path: list[str]  # of imports
+    path: list[str]  # sys.path
     argv: list[str]
     # The file of ``__main__``, from which processes that a rank spawns load its classes; or None
     main_file: str | None
@@ -79,7 +79,9 @@ class Settings:
             changed = _changes_between(os.environ, self.environ)
             ChangedSettings(changed, self.cwd, self.path).apply()
         sys.argv[:] = self.argv
-        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        main = types.ModuleType("__main__")
+        # Also under the name by which processes that the rank spawns pickle classes of the script
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main
         if self.main_file is not None:
             main.__file__ = self.main_file
         if self.main_name is not None:  # workers of a loader import this module by its name

@@ -122,10 +122,12 @@ class WorkerCall:
 
     def end(self) -> None:
         """Call the callbacks, in a thread that holds signals back."""
-        # `pop` gives each to one thread. Another thread may take the last one after the look
-        with suppress(IndexError):
-            while self.callbacks:
-                self.callbacks.pop()(self)
+        while self.callbacks:
+            try:
+                callback = self.callbacks.pop()  # one step: each callback gets to one thread
+            except IndexError:  # another thread has taken the last one
+                return
+            callback(self)
 
     def done(self) -> bool:
         """True if the call has ended."""

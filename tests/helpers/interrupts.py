@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import sys
 from pathlib import Path
 
@@ -14,6 +15,17 @@ PACKAGE = f"{Path(parawrap.__file__).parent}/"
 # between a lock and the block of its `with`, or between two assignments
 _BEFORE = {"RESUME", "JUMP_BACKWARD"}
 _AFTER = ("CALL",)
+
+
+@functools.cache
+def handlers_of(code):
+    """Return, for each offset of a code object, where an exception at this offset goes."""
+    entries = dis._parse_exception_table(code)
+    return {
+        offset: entry.target
+        for entry in reversed(entries)  # the first entry of an offset counts
+        for offset in range(entry.start, entry.end, 2)
+    }
 
 
 class Interrupts:
@@ -41,8 +53,13 @@ class Interrupts:
             self._last.pop(id(frame), None)
         if event == "opcode":
             name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            before, self._last[id(frame)] = self._last.get(id(frame), ""), name
-            is_moment = name in _BEFORE or before.startswith(_AFTER)
+            before, offset = self._last.get(id(frame), ("", -1))
+            self._last[id(frame)] = name, frame.f_lasti
+            # Python raises at the call, and a tracer after it. These differ if the call is the last
+            # one of a `with` or `try`, as in `return f()`
+            handlers = handlers_of(frame.f_code)
+            is_in_block = handlers.get(offset) == handlers.get(frame.f_lasti)
+            is_moment = name in _BEFORE or (before.startswith(_AFTER) and is_in_block)
             # Without a line: a generator that is being thrown away, in which Python ignores errors
             if is_moment and frame.f_lineno is not None:
                 if self.left == 0:

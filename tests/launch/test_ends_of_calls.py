@@ -80,7 +80,7 @@ def die(how):
     if my_rank() == 1:
         if how == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
-        sys.exit(3)
+        sys.exit(-9 if how == "exit below zero" else 3)
     all_sum()
 
 
@@ -89,6 +89,7 @@ def die(how):
     [
         ("sigkill", signal.SIGKILL, None, "was killed by SIGKILL"),
         ("exit", None, 3, "called sys.exit(3)"),
+        ("exit below zero", None, -9, "called sys.exit(-9)"),
     ],
 )
 def test_a_death_ends_all_ranks(how, number, code, text):

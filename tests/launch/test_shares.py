@@ -319,7 +319,7 @@ def test_dry_run_of_a_sweep(monkeypatch):
         "3 launches of print, 2 at the same time",
         "launch 0: cuda:0, cuda:1; 4 CPU threads",
         "launch 1: cuda:0 (cuda:2 of this process), cuda:1 (cuda:3 of this process); 4 CPU threads",
-        "later launches: the share of the first one that ends",
+        "later launches: the share of the first launch that ends",
     ]
     on_machine(monkeypatch, cores=range(4))
     on_cpu = wrapper(ranks(1))(print)
