@@ -373,10 +373,10 @@ class _Blank:
     cls: Any
     keys: tuple[Any, ...]
     names: tuple[Attribute, ...]
-    # The name, type, and value of each. The type, because True equals 1
+    # The name, type, and value of each. The type is compared too, because True equals 1
     plain: tuple[tuple[str, type, Any], ...]
-    # Of a defaultdict. Left out of comparisons and texts, since those of functions differ between
-    # processes
+    # The factory of a defaultdict. It is left out of comparisons and of the repr, because the repr
+    # of a function differs between processes
     factory: Any = dataclasses.field(compare=False, repr=False)
     is_namespace: bool = False  # its items are its attributes: ``self.__dict__ = self``
 
@@ -453,22 +453,23 @@ def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
     if issubclass(kind, defaultdict):
         built.default_factory = blank.factory
     if blank.is_namespace:
-        built.__dict__ = built
+        built.__dict__ = built  # its items are its attributes
     if issubclass(kind, UserDict):
-        object.__setattr__(built, "data", {})
+        object.__setattr__(built, "data", {})  # of its items; its `__init__` would make it
     _set_attributes(built, {name: value for name, _, value in blank.plain})
 
     # The parts
     if is_mapping:
-        # `__setitem__` of a ModelOutput also sets the attribute of an item
+        # `__setitem__` of a ModelOutput also sets the attribute of an item, so no step follows
         for key, item in items.items():
             built[key] = item
     elif dataclasses.is_dataclass(kind):
         _set_attributes(built, items)
     elif not is_tuple:
         built.extend(items.values())
-    others = map(_unwrap, found[count:])  # `_take_apart` may have wrapped a list of items per row
-    _set_attributes(built, dict(zip(blank.names, others, strict=True)))
+    # `_take_apart` may have wrapped a list of items per row
+    attributes = map(_unwrap, found[count:])
+    _set_attributes(built, dict(zip(blank.names, attributes, strict=True)))
     return built
 
 

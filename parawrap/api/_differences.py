@@ -100,7 +100,8 @@ def _compare_pair(
     # Equal infinities have the gap NaN, but are the same
     gaps = gaps.clamp(min=least_gap).masked_fill(is_same, 0.0)
     gap = float(gaps.max())
-    # Not the value at the same place: one near 0 would make rounding look large
+    # The gap is divided by the largest value, and not by the value at the same place, which may be
+    # so near 0 that rounding looks large
     scale = largest_of([plain]) if largest is None else largest
     relative = gap / scale if scale else math.inf
     return Difference(gap, relative, relative > rounding)

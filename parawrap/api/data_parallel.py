@@ -216,7 +216,7 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
 
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[T]:
         """Return new replicas of `module`, one per device. You may change them."""
-        return replicate(module, device_ids, not torch.is_grad_enabled())
+        return replicate(module, device_ids, detach=not torch.is_grad_enabled())
 
     def parallel_apply(
         self, replicas: Sequence[T], inputs: Sequence[Any], kwargs: Any

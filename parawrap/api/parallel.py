@@ -78,18 +78,18 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
     For a module, it is also a decorator: each call of a function under ``@parallel(model)`` runs
     inside the block.
 
-    Without `out_dims`, the sizes of the shards are never all equal (8 rows on 2 lanes: 5 and 3), so
-    each call shows which outputs follow the rows; calls of up to 4 rows run plainly. With
-    `out_dims`, the sizes are balanced. With gradients, lanes that share a device run one after
+    Without `out_dims`, the shards of a call are never all of one size (8 rows on 2 lanes: 5 and 3).
+    So the sizes of outputs show which of them follow the rows. Calls of up to 4 rows run plainly.
+    With `out_dims`, the sizes are balanced. With gradients, lanes that share a device run one after
     another, so a seed gives the same random numbers every time.
 
     Arguments are borrowed: writes into tensors, and what the target adds to a dict, list,
     dataclass, or registered object, reach the caller's own objects. New entries are joined like
     outputs. Outputs are handed over: no later call writes them.
 
-    Lanes and replicas start at first use. They live until the block ends, or until `close` without
-    a ``with`` statement. A `Parallel` is thread-safe. It is reentrant, and reusable after its block
-    has ended.
+    Lanes and replicas start at first use. They live until the block ends; without a ``with``
+    statement, until `close`. A `Parallel` is thread-safe. It is reentrant, and reusable after its
+    block has ended.
 
     Args:
         target: A module (also scripted or compiled), or any callable.

@@ -220,8 +220,8 @@ def gather_shards(
 
     Args:
         outputs: One output per shard.
-        rows: The number of rows of each shard, which shows the lists with one item per row. None if
-            it is not known.
+        rows: The number of rows of each shard; None if it is not known. It shows which lists may
+            have one item per row.
         target_device: The device of the result.
         dim: The dim that the rows lie on.
     """

@@ -105,8 +105,10 @@ def _find_source(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tens
         is_channels_last = tensor.ndim == 4 and tensor.is_contiguous(
             memory_format=torch.channels_last
         )
-        # Of a pinned view with gaps, torch would make a dense copy in pageable memory
+        # Otherwise, torch would first copy a pinned view with gaps into pageable memory
         is_dense = is_channels_last or tensor.is_contiguous()
         if not is_dense or not tensor.is_pinned():
             tensor = backend.pin(tensor)
-    return tensor, backend.takes_pageable_at_once or tensor.is_pinned()
+    # Some backends have read pageable memory by the time that a non-blocking copy returns
+    may_queue = backend.takes_pageable_at_once or tensor.is_pinned()
+    return tensor, may_queue

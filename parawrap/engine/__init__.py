@@ -181,15 +181,15 @@ lane_errors.py      | the error of the first lane that     | api/parallel/test_e
 lanes.py            | lanes: their guarantees, threads,    | api/parallel/test_concurrency.py
                     | parts of a call, the caller's modes  | api/parallel/test_interrupts.py
                     |                                      | api/parallel/test_modes.py
-lent_containers.py  | containers among arguments: what     | api/parallel/test_borrowed_arguments.py
-                    | forward changes in them, entered     | api/parallel/test_cut_and_join.py
-                    | into the caller's                    |
+lent_containers.py  | changes by forward in containers of  | api/parallel/test_borrowed_arguments.py
+                    | arguments: found in a lane's copy,   | api/parallel/test_cut_and_join.py
+                    | repeated in the caller's own         |
 model_state.py      | `ModelState.is_current`: compare the | api/parallel/test_freshness.py
                     | model with its state at the last     |
                     | refresh; `Snapshot`: what containers |
                     | of a model or of a replica held      |
-output_handover.py  | outputs without the containers and   | api/parallel/test_output_handover.py
-                    | buffers that a lane keeps            |
+output_handover.py  | copy what a lane keeps of an output: | api/parallel/test_output_handover.py
+                    | its containers, and buffers in it    |
 output_place.py     | `OutputPlace`, `Cure`: one place of  | api/parallel/test_cures_of_outputs.py
                     | a refused output, its sizes          |
 parameter_copies.py | copies of parameters on other        | devices/test_parameter_copies.py

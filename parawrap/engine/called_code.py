@@ -252,7 +252,7 @@ def _find_folders() -> _Folders:
 
 @cache
 def _is_library_file(file: str) -> bool:
-    """True for a file of the standard library, of parawrap, or of a listed package."""
+    """True for a file of the standard library, of parawrap, or of a package in `_LIBRARIES`."""
     path = Path(file).resolve()
     folders = _find_folders()
     if path.is_relative_to(folders.parawrap):

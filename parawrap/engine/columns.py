@@ -142,6 +142,25 @@ def _have_equal_tensors(one: Any, other: Any) -> bool:
 # Texts for errors
 
 
+def write_code(entry: Any) -> str:
+    """Return an entry as Python code."""
+    if isinstance(entry, dict):
+        items = [f"{write_code(key)}: {write_code(each)}" for key, each in entry.items()]
+        return f"{{{', '.join(items)}}}"
+    if isinstance(entry, tuple):
+        items = [write_code(each) for each in entry]
+        comma = "," if len(items) == 1 else ""
+        return f"({', '.join(items)}{comma})"
+    if isinstance(entry, str):
+        needs_escapes = '"' in entry or "\\" in entry
+        # `str`, since a subclass may have another repr
+        return repr(str(entry)) if needs_escapes else f'"{entry}"'
+    if callable(entry):
+        name = getattr(entry, "__name__", type(entry).__name__)
+        return f"torch.{name}" if getattr(torch, name, None) is entry else str(name)
+    return repr(entry)
+
+
 def list_values(values: Sequence[Any]) -> str:
     """Return the first values, for an error."""
     shown = ", ".join(repr(value)[:_MOST_CHARACTERS] for value in values[:_MOST_LISTED])

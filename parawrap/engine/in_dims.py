@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from parawrap.engine.columns import write_code
 from parawrap.engine.flat_call import address_in_call, has_items
 from parawrap.errors import ShardError
 from parawrap.tree import (
@@ -184,20 +185,21 @@ class InDims:
                 place = address_in_call(path[:2])
                 without_name[place] = None
                 name = f"name of {place}"
-            keys: list[str] = []
-            if all(isinstance(key, str) for key in path[2:]):
-                keys += map(str, path[2:])  # plain texts, also for names of attributes
+            # Without keys, the entry is for the whole argument
+            keys = [*path[2:]] if all(isinstance(key, str) for key in path[2:]) else []
             rest = self._position_in_rest(path)
             if rest is None:
                 cure[name] = _with_entry(cure.get(name), keys, entry)
                 continue
             # One entry for all arguments of ``*args`` becomes one for each
             given = cure.get(name, self.dim)
-            of_each = [*given] if isinstance(given, tuple) else [given] * (rest + 1)
-            of_each += [self.dim] * (rest + 1 - len(of_each))
+            count = rest + 1  # up to this argument. Later ones need no entry
+            of_each = [*given] if isinstance(given, tuple) else [given] * count
+            while len(of_each) < count:
+                of_each.append(self.dim)
             of_each[rest] = _with_entry(of_each[rest], keys, entry)
             cure[name] = tuple(of_each)
-        written = f"{self.option}={cure}".replace("'", '"')
+        written = f"{self.option}={write_code(cure)}"
         if without_name:
             written += f" and pass {' and '.join(without_name)} by keyword"
         return written

@@ -23,9 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
-from parawrap.engine.columns import are_tensors, describe_column, list_values
+from parawrap.engine.columns import are_tensors, describe_column, list_values, write_code
 from parawrap.engine.join_by_place import MANY_PADDED, Joiner, is_sequence
 from parawrap.engine.join_rules import JoinRules, Refusal
 from parawrap.engine.join_trials import Trials
@@ -127,7 +125,7 @@ def _write_options(root: OutputPlace, trials: Trials) -> str:
         entry = _build(root, given, option, trials)
         is_unchanged = entry is given or entry == given  # a NaN, as padding, does not equal itself
         if not is_unchanged:
-            written.append(f"{option}={_write_code(entry)}")
+            written.append(f"{option}={write_code(entry)}")
     cures = [place.cure for place in root.leaves() if place.cure is not None]
     if trials.rules.join != "pad" and any(cure.join == "pad" for cure in cures):
         written.append('join="pad"')
@@ -265,25 +263,6 @@ def _entry_from_sizes(place: OutputPlace, trials: Trials) -> Any:
     if not has_lists and all(entry == found[0] for entry in found):
         return found[0]
     return tuple(found) if place.is_tuple else entries
-
-
-def _write_code(entry: Any) -> str:
-    """Return an entry as Python code."""
-    if isinstance(entry, dict):
-        items = [f"{_write_code(key)}: {_write_code(each)}" for key, each in entry.items()]
-        return f"{{{', '.join(items)}}}"
-    if isinstance(entry, tuple):
-        items = [_write_code(each) for each in entry]
-        comma = "," if len(items) == 1 else ""
-        return f"({', '.join(items)}{comma})"
-    if isinstance(entry, str):
-        needs_escapes = '"' in entry or "\\" in entry
-        # `str`, since a subclass may have another repr
-        return repr(str(entry)) if needs_escapes else f'"{entry}"'
-    if callable(entry):
-        name = getattr(entry, "__name__", type(entry).__name__)
-        return f"torch.{name}" if getattr(torch, name, None) is entry else str(name)
-    return repr(entry)
 
 
 # Messages

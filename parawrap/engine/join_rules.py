@@ -216,9 +216,10 @@ def _refuse_options(why: str) -> NoReturn:
 
 
 def refuse_tree(name: str, option: Any, kind: type) -> None:
-    """Refuse an option for the parts of a container where the output has another value."""
-    if kind is ReturnedArgument:  # the options are for what forward put into the argument
+    """Refuse an option that declares parts, for a value of `kind` that has no such parts."""
+    if kind is ReturnedArgument:  # the option declares the entries that forward has added to it
         return
+    # `kind` has no keys. A tuple of entries fits a sequence
     declares_keys = isinstance(option, dict)
     declares_items = isinstance(option, tuple) and kind not in SEQUENCES
     if declares_keys or declares_items:

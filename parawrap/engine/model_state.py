@@ -123,8 +123,8 @@ class ModelChanges(NamedTuple):
 
     Attributes:
         entries: The entries that hold other objects.
-        held: What the containers held just before the entries were read; None if that could not be
-            read. If another thread writes in between, the next look finds a difference from it.
+        held: The contents of the containers, read just before `entries`. So the next look finds a
+            write of another thread that came in between. None if they could not be read.
     """
 
     entries: Sequence[Change]
@@ -139,7 +139,7 @@ class Container:
 
     Attributes:
         live: The container itself, which the model or a replica uses.
-        expected: A copy of these contents: a dict for a dict, a list for all others.
+        expected: A copy of the contents that it must have: a dict for a dict, a list for others.
     """
 
     __slots__ = ("expected", "live", "owner", "place")
@@ -653,7 +653,7 @@ class ModelState(Generic[ReplicaT]):
 def read_versions(survey: Survey) -> list[int]:
     """Return the versions of the model's own tensors besides parameters and inference tensors.
 
-    torch raises the version after it has written. So read versions before you copy tensors: if a
-    version is still the same later, the copy has the tensor's values.
+    torch increments the version after it has written. So read versions before you copy tensors: if
+    a version is still the same later, the copy has the tensor's values.
     """
     return [*map(version_of, survey.versioned)]

@@ -173,8 +173,8 @@ class Replica:
                 write(tensor)
         self._memo.update(zip(map(id, originals), new, strict=True))
         replaced[:] = new
-        self._origins = None
-        self.snapshot.note()
+        self._origins = None  # `original_of` makes it again
+        self.snapshot.note()  # from here on, the new tensors are expected
         return True
 
     # The places of tensors are found once, as the survey does not change
@@ -188,7 +188,7 @@ class Replica:
         return self._find_writers(self.survey.tensors)
 
     def _find_writers(self, originals: Sequence[torch.Tensor]) -> Writers | None:
-        """Return, for each tensor, the functions that write its entries in the copy.
+        """Return, for each tensor, the functions that put a new tensor in its places in the copy.
 
         None if a place cannot be written, such as one in a tuple.
         """

@@ -12,6 +12,7 @@ from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch.shares import CoreShare
 from parawrap.processes.script_globals import PackedCall, SentScript
 
+# Flags of functions whose calls return a coroutine or a generator
 _SUSPENDS = (
     inspect.CO_COROUTINE
     | inspect.CO_GENERATOR
@@ -20,7 +21,7 @@ _SUSPENDS = (
 )
 
 DECORATED: dict[type, Callable[..., Job]] = {}
-"""Functions that make the job of a call, by the class of the decorated function."""
+"""By the class of a decorated function: a function that makes a `Job` from a call of it."""
 
 _log = logging.getLogger("parawrap.launch")
 

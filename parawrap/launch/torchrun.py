@@ -308,7 +308,8 @@ class _Meeting:
         Raises:
             LaunchError: If another rank has left the meeting, or its process has ended.
         """
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        pickled = bytearray(pickle.dumps(value))  # writable, or `torch.frombuffer` warns
+        data = torch.frombuffer(pickled, dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world_size)]
         try:
             if self._group is None:

@@ -210,7 +210,7 @@ class CoreSession(Session):
         self.refresh()  # now, so that a model that does not fit is refused before the first call
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Cut a call, run its parts in the lanes, and join their outputs; or run it on one core."""
+        """Run a call: cut over the lanes if `is_ready`, and plainly otherwise."""
         if self.is_ready():
             return super().call(entry, args, kwargs)
         return self.run_plainly(entry, args, kwargs)
@@ -218,8 +218,8 @@ class CoreSession(Session):
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call whole: within a lane on the core of the lane, and elsewhere on the first core.
 
-        After `close`, and while a layer around the compiled model has no shape yet, run the model
-        itself, on no core.
+        After `close`, and while a module around the compiled model has lazy parameters, run the
+        model itself, on no core.
         """
         lane = here.lane
         state = self.replicas.state

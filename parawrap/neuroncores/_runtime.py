@@ -49,16 +49,18 @@ class Signature(NamedTuple):
         """Return why the model takes only batches of the compiled size; None if it takes all."""
         if not self.inputs:
             return "it takes no tensors"
-        rows_of_first = self.inputs[0][0] if self.inputs[0] else 0
         for kind, shapes in (("input", self.inputs), ("output", self.outputs)):
             for number, shape in enumerate(shapes):
                 if not shape:
                     return f"{kind} {number} has no batch dimension: its compiled shape is ()"
                 if shape[0] == 0:
                     return f"{kind} {number} is compiled for 0 rows"
-                if shape[0] != rows_of_first:
-                    rows = f"{rows_of_first} rows on dim 0, and {kind} {number} for {shape[0]}"
-                    return f"input 0 is compiled for {rows}"
+                first_rows = self.inputs[0][0]  # the first look was at input 0, which has dims
+                if shape[0] != first_rows:
+                    return (
+                        f"input 0 is compiled for {first_rows} rows on dim 0, and {kind} {number} "
+                        f"for {shape[0]}"
+                    )
         return None
 
 

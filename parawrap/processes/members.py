@@ -238,7 +238,8 @@ class Members:
         """Stop watching a wire, and close it."""
         if wire.is_open:
             self._events.forget(wire)
-            # First: the rank sees the end, also if a child that the user forked holds a copy
+            # `close` alone would not end the connection while a child that the user forked has a
+            # copy of the socket
             wire.shut()
             wire.close()
 

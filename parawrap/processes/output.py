@@ -245,7 +245,7 @@ class Transcript:
                     self._is_showing = False
                     return
                 stream, start, size, data = self._unshown.popleft()
-                if data is None:
+                if data is None:  # it is in `_kept`
                     data = self._kept.read(start, min(size, _PIECE))
                     if size > _PIECE:
                         rest = _Unshown(stream, start + _PIECE, size - _PIECE)

@@ -506,7 +506,10 @@ def _descend(
 
 
 def _parts(value: Any, address: str) -> Iterator[tuple[Any, str]]:
-    """Yield the parts of a value that a pickle of it has, and their addresses, if easy to find."""
+    """Yield the parts that a pickle of a value includes, each with its address.
+
+    Parts that are hard to find are left out.
+    """
     if reason_to_refuse(value) is not None:
         return  # it is refused as a whole
     if isinstance(value, type):
@@ -516,7 +519,9 @@ def _parts(value: Any, address: str) -> Iterator[tuple[Any, str]]:
         yield type(value), f"{address}'s class {type(value).__qualname__}"
     if isinstance(value, Mapping):
         for key, part in list(value.items()):
-            yield part, f"{address}[{reprlib.repr(key)}]" if address else str(key)
+            # Without an address, the value is a dict whose keys name its parts
+            place = f"{address}[{reprlib.repr(key)}]" if address else str(key)
+            yield part, place
     elif isinstance(value, (list, tuple, set, frozenset)):
         for i, part in enumerate(value):
             yield part, f"{address}[{i}]"
@@ -538,7 +543,8 @@ def _parts(value: Any, address: str) -> Iterator[tuple[Any, str]]:
     elif isinstance(value, torch.nn.Module):
         for name, part in (*value.named_children(), *value.named_parameters(recurse=False)):
             is_of_sequence = name.isdecimal()  # such as a child of Sequential
-            yield part, f"{address}[{name}]" if is_of_sequence else f"{address}.{name}"
+            place = f"{address}[{name}]" if is_of_sequence else f"{address}.{name}"
+            yield part, place
     with contextlib.suppress(Exception):
         # This raises if the object refuses to be pickled: then its attributes are not the cause
         value.__reduce_ex__(5)

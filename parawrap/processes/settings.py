@@ -29,14 +29,17 @@ class Settings:
     cwd: str
     path: list[str]  # sys.path
     argv: list[str]
-    # The file of ``__main__``, from which processes that a rank spawns load its classes; or None
+    # The file of ``__main__``, or None. Processes that a rank spawns import the script's classes
+    # from it
     main_file: str | None
-    main_name: str | None  # of a module that runs with ``python -m``, for relative imports; or None
+    # The name of the module if the script runs with ``python -m``, for relative imports; or None
+    main_name: str | None
     seed: int  # of torch's default generator
     dtype: torch.dtype  # torch's default
-    # True if deterministic algorithms are on, and True if others only cause a warning
+    # A pair: True if deterministic algorithms are on, and True if other ones only cause a warning
     deterministic: tuple[bool, bool]
-    precision: str | None  # of float32 matrix products; None if newer flags of torch set it
+    # The precision of float32 matrix products. None if newer flags of torch set the precision
+    precision: str | None
     cudnn_benchmark: bool  # True: cuDNN chooses algorithms by measurement
 
     @classmethod
@@ -47,7 +50,7 @@ class Settings:
         return cls(
             environ=dict(os.environ),
             authkey=bytes(multiprocessing.current_process().authkey),
-            cwd=os.getcwd(),  # noqa: PTH109 (a text)
+            cwd=os.getcwd(),  # noqa: PTH109 (a str, not a Path)
             path=list(sys.path),
             argv=list(getattr(sys, "argv", [""])),
             main_file=None if file == "<stdin>" else file,  # multiprocessing opens this file

@@ -215,7 +215,7 @@ class Slabs:
             if (gone := self._mapped.pop(number, None)) is not None:
                 os.close(gone.file)
         for number in released:
-            if number < 0:  # not to be used again: see `take_released`
+            if number < 0:  # `take_released` sends ``~number`` for a slab that is not filled again
                 self._retire(~number)
             else:
                 self.free(number)

@@ -364,10 +364,10 @@ def _lend_all(call: Any, leaves: Sequence[Any]) -> Loan:
 
     `PickledContents` notes those of objects without rules.
     """
-    objects = [index for index, leaf in enumerate(leaves) if isinstance(leaf, WholeLeaf)]
+    indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, WholeLeaf)]
     values = [leaf.value if isinstance(leaf, WholeLeaf) else leaf for leaf in leaves]
     _, spec = flatten(call)
-    return lend(call, paths_of_containers(spec), values, objects=objects)
+    return lend(call, paths_of_containers(spec), values, objects=indices)
 
 
 def _version_of(leaf: Any) -> int | None:
@@ -377,5 +377,5 @@ def _version_of(leaf: Any) -> int | None:
 
 
 def _describe(error: BaseException) -> tuple[bytes, str]:
-    """Return the fields of `WorkerAnswer.error`."""
+    """Return the pickled exception, and its traceback as text, as in `WorkerAnswer.error`."""
     return pack_exception(error).to_bytes(), traceback_of(error)

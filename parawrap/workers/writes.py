@@ -46,7 +46,7 @@ class PickledContents:
     """The contents of objects of unknown classes in the arguments of one call, before the call.
 
     Writes into them cannot return to the caller. Their pickles before and after the call are
-    compared; these have the identities of tensors, classes, and functions. An object that plain
+    compared. They have only the identities of tensors, classes, and functions. An object that plain
     pickle cannot handle, such as a lock, is not compared.
     """
 

@@ -109,3 +109,10 @@ def test_caches_of_unknown_classes():
         in message
     )
     assert "use_cache=False" in message
+
+
+def test_cures_are_python_code():
+    """Keys keep their quotes and backslashes."""
+    for key in ("it's", 'a "b"', "back\\slash"):
+        message = uncut(cutter(), ROWS, {key: torch.zeros(4), "rows": ROWS})
+        assert {"y": {key: None}} in cures_of(message)

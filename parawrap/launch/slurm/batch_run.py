@@ -450,7 +450,7 @@ class BatchRun(Run):
         return Ending(outcomes, places=self._start.places(), history=[*self._history])
 
     def _raise_for(self, state: commands.JobState) -> None:
-        """Raise the error of a final state that explains the end of the ranks, and of no other."""
+        """Raise an error if the final state alone explains why the ranks have ended."""
         name, job = self.job.name, f"Slurm job {self.number}"
         # Slurm forgets an array element that is cancelled before it starts
         never_started = state.name == "FORGOTTEN" and not self._has_begun
@@ -468,7 +468,7 @@ class BatchRun(Run):
             if shown:
                 msg += f". Stacks:{shown.rstrip()}"
             raise LaunchTimeoutError(msg, stacks=stacks)
-        # Without a death: srun names a rank that was killed for its memory
+        # Only without a death: srun reports a rank that was killed for its memory as a death
         if state.name == "OUT_OF_MEMORY" and not self._start.deaths():
             msg = (
                 f"{name} used more memory than {job} had reserved, {self._platform.ram} GB per node"

@@ -143,8 +143,8 @@ class _Task:
             address = self._meet()
             rank = self._place.global_rank
             requests = StacksRequests(
-                partial(self._folder.last_request, self._start),
-                partial(self._folder.write_answer, rank),
+                last=partial(self._folder.last_request, self._start),
+                answer=partial(self._folder.write_answer, rank),
             )
             open_store = partial(self._messages, address)
             agreement = Agreement(open_store, rank, self._place.world_size, requests)
