@@ -21,6 +21,7 @@ from torch.testing import assert_close
 from torch.utils.hooks import RemovableHandle
 
 from parawrap import parallel
+from parawrap.engine.lanes import Lane
 from parawrap.engine.possible_writes import PossibleWrites
 from tests.helpers.calling import Stateful, lane_threads, mlp
 from tests.helpers.processes import run_script
@@ -130,7 +131,7 @@ def test_work_for_a_lane_that_goes_idle():
                 # While it holds the lock of the queue, the sender waits
                 lane = frame.f_locals["self"]
                 eventually(lambda: sent[-1].done() or lane._queueing.locked(), "the end of submit")
-        return trace if frame.f_code.co_name == "take" else None
+        return trace if frame.f_code is Lane.take.__code__ else None
 
     before = threading.gettrace()
     threading.settrace(trace)  # of threads that start from here on
