@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-import functools
 import sys
 from pathlib import Path
 
@@ -17,15 +16,20 @@ _BEFORE = {"RESUME", "JUMP_BACKWARD"}
 _AFTER = ("CALL",)
 
 
-@functools.cache
+# By the id of a code object, which is kept alive: to hash a code object takes long
+_handlers = {}
+
+
 def handlers_of(code):
     """Return, for each offset of a code object, where an exception at this offset goes."""
-    entries = dis._parse_exception_table(code)
-    return {
-        offset: entry.target
-        for entry in reversed(entries)  # the first entry of an offset counts
-        for offset in range(entry.start, entry.end, 2)
-    }
+    if id(code) not in _handlers:
+        targets = {
+            offset: entry.target
+            for entry in reversed(dis._parse_exception_table(code))  # the first entry counts
+            for offset in range(entry.start, entry.end, 2)
+        }
+        _handlers[id(code)] = code, targets
+    return _handlers[id(code)][1]
 
 
 class Interrupts:
@@ -57,9 +61,11 @@ class Interrupts:
             self._last[id(frame)] = name, frame.f_lasti
             # Python raises at the call, and a tracer after it. These differ if the call is the last
             # one of a `with` or `try`, as in `return f()`
-            handlers = handlers_of(frame.f_code)
-            is_in_block = handlers.get(offset) == handlers.get(frame.f_lasti)
-            is_moment = name in _BEFORE or (before.startswith(_AFTER) and is_in_block)
+            is_moment = name in _BEFORE
+            if before.startswith(_AFTER):
+                handlers = handlers_of(frame.f_code)
+                is_in_block = handlers.get(offset) == handlers.get(frame.f_lasti)
+                is_moment = is_moment or is_in_block
             # Without a line: a generator that is being thrown away, in which Python ignores errors
             if is_moment and frame.f_lineno is not None:
                 if self.left == 0:
