@@ -96,8 +96,9 @@ class Comparison:
     Attributes:
         title: The block, the mode, and the number of rounds and calls.
         ways: A `Way` for each row of the table.
-        conclusion: A sentence that names the way to write. More lines follow it if a faster way
-            changes the results, or if other programs used the machine during the measurement.
+        conclusion: A sentence that names the way to write. A line before it warns if other programs
+            used the machine during the measurement. A line after it names each faster way that
+            changes the results.
     """
 
     title: str

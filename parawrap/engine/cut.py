@@ -45,7 +45,7 @@ from parawrap.engine.lent_containers import paths_of_containers
 from parawrap.engine.rules.registry import place_leaf, splitter_of
 from parawrap.engine.shard_sizes import Sizes, balanced_sizes, hint_of_sizes, sizes_of_block
 from parawrap.errors import ShardError
-from parawrap.tree import TENSOR, TreeSpec, WholeLeaf, flatten, is_dense, unflatten
+from parawrap.tree import TENSOR, TENSORS, TreeSpec, WholeLeaf, flatten, is_dense, unflatten
 
 _NEW_SHAPE = (
     "the model changed its shape in place, and each lane changed its own part. Use an out-of-place "
@@ -330,8 +330,9 @@ class ShardPlan:
             by_lane = [{}] * len(self.sizes)
         # The tensors that were cut or moved. Each lane has the others themselves, so a write there
         # needs no repetition
-        moved_indices = {index for moved_leaves in by_lane for index in moved_leaves}
-        indices = moved_indices.union(self.cut_tensors)
+        indices = set(self.cut_tensors)
+        for moved_leaves in by_lane:
+            indices.update(moved_leaves)  # its keys
         done: set[int] = set()  # one object at two places has one list of parts
         for index in sorted(indices):
             argument, parts = flat.leaves[index], columns[index]
@@ -422,9 +423,13 @@ class ShardPlan:
 
 
 def _share_memory(written: torch.Tensor, other: Any) -> bool:
-    """True if two values are dense tensors with a common element."""
-    if not isinstance(other, torch.Tensor) or not is_dense(written) or not is_dense(other):
-        return False
+    """True if two values are dense tensors with a common element.
+
+    Subclasses of tensors are left out: they may have no memory of their own.
+    """
+    for each in (written, other):
+        if type(each) not in TENSORS or not is_dense(each) or each.is_meta:
+            return False
     storage = written.untyped_storage()
     if storage.data_ptr() != other.untyped_storage().data_ptr():
         return False

@@ -70,8 +70,10 @@ class UnkeptWrites:
 
     def warn(self) -> None:
         """Warn of the names that were added since the last warning. For the caller's thread."""
+        if not self.waiting:  # of most calls and streams
+            return
         names = self.take()
-        if not names:
+        if not names:  # another thread has taken them
             return
         warn_caller(
             f"the model wrote {', '.join(map(repr, names))} during a call. Each lane wrote its "

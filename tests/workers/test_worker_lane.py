@@ -20,6 +20,7 @@ from torch import nn
 from parawrap import RankDiedError, SessionError, UnsendableError, parallel
 from parawrap.workers.local_workers import LocalWorker
 from parawrap.workers.submitted_call import SubmittedCall
+from parawrap.workers.worker_lanes import WorkerLanes
 from tests.helpers.pools import processes
 from tests.helpers.waiting import eventually
 
@@ -292,8 +293,9 @@ def test_reader_after_the_last_worker(monkeypatch):
             future.result(60)
 
 
-def test_interrupt_while_an_answer_is_taken(monkeypatch):
-    """The call whose answer was lost runs again, also for another caller than the interrupted."""
+@pytest.mark.parametrize(("owner", "step"), [(WorkerLanes, "_take_answer"), (SubmittedCall, "end")])
+def test_an_interrupted_reader(owner, step, monkeypatch):
+    """A call whose answer was lost runs again, and the next thread that reads ends it."""
 
     def interrupt(*_):
         monkeypatch.undo()
@@ -303,24 +305,7 @@ def test_interrupt_while_an_answer_is_taken(monkeypatch):
         lanes = p._session.lanes
         monkeypatch.setattr(lanes, "receive_for_futures", lambda **_: None)
         future = p.submit(torch.ones(1))
-        monkeypatch.setattr(lanes, "_take_answer", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            lanes.wait(lanes.is_idle)
-        assert future.result(20) == 1
-
-
-def test_interrupt_before_a_call_ends(monkeypatch):
-    """The next thread that reads ends the call."""
-
-    def interrupt(_):
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    with parallel(nn.Identity(), ["cpu"], workers="process") as p:
-        lanes = p._session.lanes
-        monkeypatch.setattr(lanes, "receive_for_futures", lambda **_: None)
-        future = p.submit(torch.ones(1))
-        monkeypatch.setattr(SubmittedCall, "end", interrupt)
+        monkeypatch.setattr(owner, step, interrupt)
         with pytest.raises(KeyboardInterrupt):
             lanes.wait(lanes.is_idle)
         assert future.result(20) == 1
