@@ -96,6 +96,8 @@ class Observed:
         name = self._launcher.name
         is_watched, has_handle = name in ("local", "ray"), name not in ("torchrun", "inline")
         here, described = os.getpid(), self._new_folder("described")
+        # Six scenarios at once can delay a rank's cleanup beyond the default of 5 seconds.
+        patient = {"grace_s": 60}
         if is_watched:
             self._play("left elsewhere", scenarios.leave_others_with_a_new_group)
         for limited, limit, is_kept in (
@@ -104,7 +106,7 @@ class Observed:
         ):
             if is_kept:
                 self._results[limited] = self._pool.submit(
-                    self._end_by_limit, self._new_folder(limited), **limit
+                    self._end_by_limit, self._new_folder(limited), limit, **patient
                 ).result
         self._play(
             "described",
@@ -119,7 +121,7 @@ class Observed:
         )
         failed = self._new_folder("raised")
         restarting = self._new_folder("restarting")
-        wait_options = {"do": self._preempt(restarting), "max_restarts": 1, "grace_s": 60}
+        wait_options = {"do": self._preempt(restarting), "max_restarts": 1, **patient}
         self._play(
             "restarting", scenarios.live_through_restarts, restarting, has_handle, **wait_options
         )
@@ -138,18 +140,17 @@ class Observed:
         self._play("result", scenarios.return_lock)
         if name != "inline":
             cancelled = self._new_folder("cancel")
-            self._play(
-                "cancel", scenarios.wait_for_ever, cancelled, do=self._cancel(cancelled), **dies
-            )
+            cancel = self._cancel(cancelled)
+            self._play("cancel", scenarios.wait_for_ever, cancelled, do=cancel, **patient)
             self._play("left in a collective", scenarios.leave_others_in_a_collective)
 
-    def _end_by_limit(self, folder, **limit):
+    def _end_by_limit(self, folder, limit, **options):
         """Exceed a limit.
 
         If a rank had not begun, on a busy machine, try again with a longer limit.
         """
         while True:
-            observation = self._launcher.play(scenarios.wait_for_ever, folder, **limit)
+            observation = self._launcher.play(scenarios.wait_for_ever, folder, **limit, **options)
             if len([*folder.glob("begun-*")]) == 2:
                 return observation
             limit = {name: 5 * value for name, value in limit.items()}

@@ -144,8 +144,8 @@ def take(_anything):
 def wait_for_ever(folder):
     """Sleep until ended, and report the cleanup."""
     hold_lock(folder)
-    report(folder, "begun")
     try:
+        report(folder, "begun")
         time.sleep(600)
     finally:
         report(folder, "cleaned")

@@ -83,7 +83,7 @@ from parawrap import Platform, wrapper
 from tests.contract.scenarios import leave_daemon
 
 folder = pathlib.Path(sys.argv[1])
-platform = Platform(device="ray", n_nodes=2, verbose=False, ipc_groups=None)
+platform = Platform(device="ray", n_nodes=2, verbose=False, ipc_groups=None, grace_s=60)
 wrapper(platform)(leave_daemon).submit(folder)
 while len(list(folder.glob("begun-*"))) < 2:
     time.sleep(0.1)
@@ -216,7 +216,8 @@ def test_a_killed_actor_is_a_lost_node(ray, tmp_path, caplog):
     New actors start the next attempt; the log has Ray's reason.
     """
     folders, pids = folders_of_starts(tmp_path), []
-    launch = on_ray(in_each_start, max_restarts=1).submit(scenarios.leave_daemon, tmp_path)
+    launchable = on_ray(in_each_start, max_restarts=1, grace_s=60)
+    launch = launchable.submit(scenarios.leave_daemon, tmp_path)
     for folder in folders:
         pids += pids_of(folder)
         for actor in processes_in("ray::NodeActor"):  # as the kernel does if memory runs out
