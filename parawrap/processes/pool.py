@@ -381,7 +381,8 @@ class Pool:
         Ranks that are late are killed. Those that have answered their last call have time for their
         exit handlers.
         """
-        if self._call is not None:  # an error has ended the thread of the pool
+        # An error has ended the start, or the thread of the pool: no rank is given time
+        if self._call is not None or not self._is_set_up:
             self._members.end()
         self._members.close(_EXIT_HANDLERS_S)
 
