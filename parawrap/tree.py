@@ -280,7 +280,8 @@ def entries_of(option: Any) -> list[Any]:
 def entry_at(option: Any, key: Any, missing: Any) -> Any:
     """Return the entry of an option for one part of a container; `missing` if there is none.
 
-    An option that is not a tree holds for all parts, and is the entry of each.
+    `option` is from `as_tree`. If it is not a tree, it holds for all parts, and is the entry of
+    each.
     """
     if isinstance(option, dict):
         return option.get(key, missing)

@@ -251,7 +251,9 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
             return []
         positional = [call.args for call in calls]
         named = [call.keywords for call in calls]
-        return self._session().apply_replicas(Entry(self.module), positional, named)
+        # An entry without a method: lanes call the replica itself, which runs all its hooks
+        entry = Entry(self.module)
+        return self._session().apply_replicas(entry, positional, named)
 
     def _inherits(self, step: str) -> bool:
         """True if neither a subclass nor an attribute of this object overrides the method."""
@@ -259,9 +261,9 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         return getattr(method, "__func__", None) is getattr(DataParallel, step)
 
     def _session(self) -> Session:
-        """Return the session for the current `module`, `dim`, and `device_ids`."""
+        """Return the session for the current `module` and options."""
         module = self.module
-        settings = (self.dim, tuple(self.device_ids))
+        settings = (self.dim, tuple(self.device_ids), self.output_device)
         # Read without the lock: an `_OpenSession` is complete when it is stored, and never changes
         opened = self._opened
         if opened and opened.session.target is module and opened.settings == settings:
@@ -276,11 +278,12 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
             return session
 
     def _new_session(self) -> Session:
-        """Make a session, after reading the attributes that users may set, as in torch."""
+        """Make a session. Read the attributes that users may change between calls, as in torch."""
         self._lanes = tuple(device_named(device_id) for device_id in self.device_ids)
         self.src_device_obj = self._lanes[0]
         self._check_placement()
         parameters = Parameters(self.module.forward)
+        # As in torch: tensors in a list are cut, and a list of other values goes to every lane
         cutter = Cutter(self.dim, parameters=parameters, lists_are_shared=True)
         return Session(
             self.module,

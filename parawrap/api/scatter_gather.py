@@ -253,7 +253,7 @@ def _warn_of_vector(values: torch.Tensor) -> torch.Tensor:
 
 
 torch_rules = partial(JoinRules, reduce=_warn_of_vector, as_torch=True)
-"""Makes the rules by which torch.nn.DataParallel and torch_neuronx join outputs, for a dim."""
+"""Makes the rules by which torch.nn.DataParallel and torch_neuronx join outputs, from a dim."""
 
 
 def as_calls(

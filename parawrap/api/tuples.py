@@ -245,11 +245,9 @@ class _PartJoin:
             columns = enumerate(zip(*parts, strict=True))
             return [self.join(column, f"{place}[{index}]") for index, column in columns]
         items = list(chain.from_iterable(parts))
-        tensors = list(tensors_in(parts))
-        if not tensors:
-            return items
-        device = tensors[0].device
-        return [recursive_to(item, device) for item in items]
+        # Part by part: `tensors_in` has no order, and the device is that of the first part
+        first = next(chain.from_iterable(map(tensors_in, parts)), None)
+        return items if first is None else [recursive_to(item, first.device) for item in items]
 
     def _has_rows_in_items(
         self, parts: tuple[list[Any], ...], place: str, siblings: Mapping[Any, Any]

@@ -51,7 +51,8 @@ class Backend:
 
         0 if the kind is not usable here.
         """
-        # None, from a module without `is_available`, does not matter
+        # None if the module has no `is_available`: `device_count` decides. The classes for the CPU
+        # and MPS, which have no module, override this method
         if self._call("is_available") is False:
             return 0
         return int(self.module.device_count())

@@ -207,7 +207,10 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
         for event in events:
             if event["ph"] != "X":
                 continue
-            track = known_tracks[event["tid"]]  # raises for a track that the file does not name
+            track = event["tid"]
+            if track not in known_tracks:
+                msg = f"the file does not name track {track!r}"
+                raise ValueError(msg)
             start = round(event["ts"] * _NS_PER_US)
             end = start + round(event["dur"] * _NS_PER_US)
             spans.append(Span(track, start, end, event["name"], event["cat"], event["args"]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from itertools import compress, repeat
+from itertools import compress
 from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ T = TypeVar("T")
 _SMALL = 1 << 20  # bytes of a small tensor; a larger copy takes longer than the call that starts it
 _LARGEST_PACK = 32 << 20  # bytes; its tensors take this memory twice for a moment
 _detach = methodcaller("detach")
+_as_vector = methodcaller("reshape", -1)
 _is_contiguous = methodcaller("is_contiguous")
 _size_of = methodcaller("numel")
 _shape_of = attrgetter("shape")
@@ -31,13 +32,14 @@ _shape_of = attrgetter("shape")
 def copies_on(
     devices: Iterable[torch.device], tensors: Sequence[torch.Tensor]
 ) -> dict[torch.device, list[torch.Tensor]]:
-    """Return lasting copies of tensors on each of these other devices, in the same order.
+    """Return copies of tensors on each of these other devices, in the same order.
 
-    The caller owns the copies. Small plain tensors travel together.
+    The caller owns the copies. They can be used in every mode, and have no graphs. Small plain
+    tensors travel together.
     """
     found: dict[torch.device, list[torch.Tensor]] = {}
     with lasting():
-        originals = [*map(_detach, tensors)]
+        originals = [*map(_detach, tensors)]  # a detached parameter is a plain tensor
         are_plain = [*map(_is_plain, originals)]
         plain = [*compress(originals, are_plain)]
         packs = pack_small(plain)
@@ -125,7 +127,7 @@ class Pack:
                 picked[position] = tensor.permute(order)
         present = [tensor for tensor in picked if tensor is not None]
         if len(present) == len(picked):
-            return torch.cat([*map(torch.Tensor.reshape, present, repeat((-1,)))])
+            return torch.cat([*map(_as_vector, present)])
         zeros = present[0].new_zeros(max(self.sizes))
         pieces: list[torch.Tensor] = []
         for tensor, size in zip(picked, self.sizes, strict=True):

@@ -9,6 +9,7 @@ functions below copy them.
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Iterable
 from itertools import chain
@@ -135,8 +136,10 @@ class _Copier:
         Lanes on their device share them: they have no state in Python.
         """
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        scripts, params = self.survey.scripts, self.survey.params
-        if not scripts or all(self.of(each) is each for each in params):
+        # Lanes on the model's device use its own parameters, and those of scripts are among them
+        uses_originals = all(self.of(each) is each for each in self.survey.params)
+        scripts = self.survey.scripts
+        if not scripts or uses_originals:
             return pairs
         # A submodule is copied with the module around it
         inner: set[int] = set()
@@ -184,10 +187,10 @@ class _Copier:
             copied.__defaults__ = tuple(map(self._copy_part, function.__defaults__))
         if function.__kwdefaults__:
             copied.__kwdefaults__ = self._copy_entries(function.__kwdefaults__)
-        copied.__qualname__ = function.__qualname__
-        copied.__module__ = function.__module__
-        copied.__doc__ = function.__doc__
-        copied.__annotations__ = function.__annotations__
+        # Its names, text, and annotations. From Python 3.14 on, these are copied unevaluated: they
+        # may name what exists for type checkers alone
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            setattr(copied, name, getattr(function, name))
         vars(copied).update(self._copy_entries(vars(function)))
         # Again into each container: deepcopy of Python 3.14 does not look for functions in the memo
         for holder in self.survey.holders.get(id(function), ()):

@@ -7,7 +7,7 @@ other output. If it refuses a place, `explain_refusal` (`join_errors.py`) writes
 size on the row dim is the row count of its shard in every lane. The row counts of shards differ
 then, so a size that does not come from the rows cannot match. Any other output is returned once if
 it is the same parameter, buffer, or uncut argument in every lane, and refused otherwise: equal
-values alone prove nothing, since two lanes that both count 3 are 6.
+values alone prove nothing. If two lanes count 3 rows each, the plain call counts 6.
 
 The joined output is handed over: its containers are new, and nothing here keeps it.
 """
@@ -37,14 +37,16 @@ def join(
     device: torch.device | None = None,
     originals: Originals | None = None,
 ) -> Any:
-    """Return one output from the outputs of shards. One output of an uncut call is joined too.
+    """Return one output from the outputs of shards, or from the one output of an uncut call.
 
     Args:
         outputs: The output of each shard.
-        sizes: The row counts of the shards; None if they are not known, with the rules of torch.
+        sizes: The row counts of the shards; None if the caller, such as `gather`, does not know
+            them. Then the rules are those of torch.
         rules: The options for joining.
         device: The device of the joined output; None leaves tensors where the lanes left them.
-        originals: Finds the caller's value of a copy; None if the copies are not known.
+        originals: Returns a function per shard, from a value of the lane to the caller's value that
+            it is a copy of, or None; None in place of all if the copies are not known.
 
     Raises:
         GatherError: If a place in the output cannot be joined. The message names the place.

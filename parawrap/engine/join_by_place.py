@@ -69,7 +69,7 @@ Originals = Callable[[], Sequence[Callable[[Any], Any]]]
 That takes a value of the lane, and returns the caller's value that it is a copy of, or None."""
 
 MANY_PADDED = "more than one output must be padded, and no padding is right for every output"
-_PROVES_NOTHING = "Equal values do not make it one value: two lanes that count 3 are 6"
+_PROVES_NOTHING = "Equal values do not make it one value: two lanes that count 3 rows each count 6"
 
 
 class Joiner:
@@ -116,7 +116,7 @@ class Joiner:
         """Return the joined value of a column of any structure."""
         if TENSOR.issuperset(map(type, column)):
             return self.join_leaves(column, declared)
-        # Sequences are leaves here: with one item per row, their lengths differ
+        # Sequences are leaves here: with one item per row, those of lanes differ in length
         siblings = flatten(column[0], is_sequence)
         first_leaves, spec = siblings
         of_lanes = [first_leaves]

@@ -26,13 +26,13 @@ PadValue = float | Mapping[Any, Any] | tuple[Any, ...] | list[Any] | Fields | No
 SEQUENCES = (list, tuple, deque)
 _REDUCTIONS = ("mean", "sum", "stack")
 _WORDS = ("items", "ragged")
-_MOST_STRUCTURES = 1024  # of outputs; a guess that no test has contradicted
+_MOST_STRUCTURES = 1024  # of outputs, to remember; a guess that no test has contradicted
 
 
 class ReturnedArgument:
     """Stands for an argument of the caller in the outputs of lanes.
 
-    All lanes have the same object for one argument, so it is joined as one value.
+    All lanes return the same mark for one argument, so it is joined as one value.
     """
 
     __slots__ = ("argument",)

@@ -222,7 +222,7 @@ class CallParts:
         home: The device of the model; None for a model without tensors.
         moments: One per lane: the place on the device's streams after which its work begins. Empty
             for a call that has no work on streams.
-        asleep: The lanes that are not woken yet, the next one last.
+        asleep: A stack of the lanes that are not woken yet: the last one is woken first.
         modes: The modes of the caller. Not set if all parts run in the caller, at home.
         outputs: One per part.
         errors: The indices of parts that failed, and their errors.

@@ -208,7 +208,7 @@ class EntriesAfter(NamedTuple):
         removed: The keys of the items that forward has removed.
         attributes: The sources of the attributes.
         removed_attributes: The names of the attributes that forward has removed.
-        length: The number of items before the call, by which a list shows what was appended.
+        length: The number of items before the call. In a list, those after it were appended.
     """
 
     items: Sources
@@ -219,6 +219,7 @@ class EntriesAfter(NamedTuple):
 
     def is_alike(self, other: EntriesAfter) -> bool:
         """True if two lanes changed their copies in the same way, up to the new values."""
+        # Not `removed`: before the call, both copies had the keys of the caller's container
         has_same_items = _have_same_sources(self.items, other.items)
         return has_same_items and _have_same_sources(self.attributes, other.attributes)
 

@@ -590,14 +590,14 @@ class ModelState(Generic[ReplicaT]):
             and not self.renews_always
             and self.snapshot.is_same()
             # A write in place raises the version. Parameters are not among these tensors: lanes on
-            # the model's device hold the same ones, and `sources` shows writes to all others
+            # the model's device share them, and for lanes elsewhere `sources` shows their writes
             and [*map(version_of, self._tracked)] == self._versions
             # Lanes must share a buffer that requires gradients now, as they share parameters
             and True not in map(_requires_grad, self._tracked)
             and True not in map(_is_dirty, self.replicas)
             # ``model.to(...)`` moves all tensors and keeps their identities, so one shows the move
             and (self._first is None or self._first.device == self.home)
-            # Without lanes elsewhere, both containers are empty
+            # `sources` is empty without lanes elsewhere, and `_streams` if all devices are the CPU
             and (not self.sources.tensors or self.has_same_sources())
             and (not self._streams or self._streams == self._read_streams())
         )

@@ -51,7 +51,8 @@ def hand_over(output: Any, replica: Replica) -> Any:
     value_of = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
 
     def find_value(node: Any) -> Any:
-        # A list among the attributes of a BatchEncoding is a `WholeLeaf`, which `flatten` makes
+        # A list among the attributes of a BatchEncoding is in a `WholeLeaf`. Each `flatten` makes a
+        # new one, so the list itself is looked up. `unflatten` takes it with or without one
         leaf = node.value if isinstance(node, WholeLeaf) else node
         return value_of.get(id(leaf))
 
@@ -81,8 +82,8 @@ def _hand_over_leaf(value: Any, replica: Replica) -> Any:
     for each in reached:
         is_layer = isinstance(each, torch.nn.Module)
         if is_layer or isinstance(each, _CODE):
-            # Code may call a layer later. A lent replica is not emptied while the output lives
-            replica.is_lent = True
+            # Code may call a layer at any time later, so this replica is never emptied
+            replica.is_in_output = True
         # A layer alone is no reason for a copy, which would hold the same layer
         if not is_layer and not has_parts_of_lane:
             has_parts_of_lane = replica.owns(each)

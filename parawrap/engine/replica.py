@@ -48,7 +48,7 @@ class Replica:
         is_dirty: True if a call may have left something that the next call must not find.
         has_graph: True if a graph may lead here: checkpointing calls the modules again in a
             backward pass.
-        is_lent: True if an output may call a layer of the copy later.
+        is_in_output: True if an output may call a layer of the copy later.
         are_tensors_held: True if a graph, an output, or code of the user's may hold one of the
             lane's own tensors. A call that may lead to this sets it; new tensors reset it.
         writes_unseen: True if forward may write the lane's own tensors, and leave their versions
@@ -65,7 +65,7 @@ class Replica:
     ) -> None:
         self.survey = survey
         self.device = device
-        self.is_dirty = self.has_graph = self.is_lent = False
+        self.is_dirty = self.has_graph = self.is_in_output = False
         self.are_tensors_held = self.writes_unseen = False
         self.params = [*params]
         self.tensors = tensors

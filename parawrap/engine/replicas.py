@@ -451,7 +451,7 @@ class Replicas:
         elsewhere, and return none. The lane may still use the tensors on a stream; `Lanes.run_idle`
         orders the write after that work.
         """
-        is_held = replica.are_tensors_held or replica.is_lent
+        is_held = replica.are_tensors_held or replica.is_in_output
         has_statistics = state.possible_writes.writes_statistics
         may_write = has_statistics and replica.device == state.home and not is_held
         if may_write and replica.write_tensors(state.survey.tensors):
@@ -517,7 +517,7 @@ class Replicas:
         # gradient would reach them
         has_moved = state.sources.have_moved()
         for replica in state.replicas:
-            if has_moved or not (replica.has_graph or replica.is_lent):
+            if has_moved or not (replica.has_graph or replica.is_in_output):
                 replica.clear()
         if has_moved:
             state.away.clear()
@@ -640,7 +640,7 @@ class Replicas:
                 raise parameter_error(self.state.survey, written)
 
     def read_contents(self) -> list[Any]:
-        """Return the address, the flag, and the sum of each parameter and copy, by `contents_of`.
+        """Return the address, `requires_grad`, and the sum of each parameter and copy.
 
         These also show writes through ``.data``.
         """

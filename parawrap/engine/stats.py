@@ -40,8 +40,10 @@ class Stats:
         plain: Calls that ran plainly, on the original module in the caller's thread. Examples are
             calls with one row.
         shards: The number of rows of each lane in the last cut call that returned.
-        refreshes: The number of times that changes were copied into the replicas in place.
-        copied_bytes: The size of these copies, in bytes.
+        refreshes: The number of times that parameters were copied to other devices; with workers,
+            that a changed model was packed again.
+        copied_bytes: The size in bytes of these tensors, and of the buffers that were copied to
+            other devices.
         lanes: One entry per lane.
     """
 

@@ -127,7 +127,8 @@ def _find_indices(sampler: Any, ranks: int) -> tuple[list[int], int]:
         loader: DataLoader[Any] = sampler
         sampler = loader.sampler
         # A DataLoader that was made with ``batch_sampler=`` has no batch size, and its sampler does
-        # not choose the rows. `shard_loader` replaces both samplers of such a loader
+        # not choose the rows: the error below names its batch sampler. `shard_loader` replaces both
+        # samplers of such a loader
         has_own_batches = loader.batch_size is None and loader.batch_sampler is not None
         if has_own_batches and not isinstance(sampler, RankSampler):
             sampler = loader.batch_sampler

@@ -194,23 +194,28 @@ class Attempts(PoolRun):
 
 def may_restart(ending: Ending, platform: PlatformFields, failures: int) -> bool:
     """True if a rank failed and another attempt is allowed."""
-    has_failed = not ending.has_given_up and first_failure(ending.outcomes) is not None
+    has_failed = not ending.was_aborted and first_failure(ending.outcomes) is not None
     return has_failed and failures < platform.max_restarts
 
 
 def requests_restart(ending: Ending, *, is_preempted: bool) -> bool:
     """True if a rank called `requeue`, or was ended ``grace_s`` after a preemption."""
-    if ending.has_given_up:
+    if ending.was_aborted:
         return False
-    failed = first_failure(ending.outcomes)
-    if failed is not None:
-        # The end of a late rank breaks its connections to other ranks
-        is_consequence = is_preempted and counts_as_echo(ending.outcomes[failed])
-        if not is_consequence:
-            return False
+    if _find_cause(ending, is_preempted=is_preempted) is not None:
+        return False
     # `Ended` alone means little: without a preemption, a rank is ended because another one failed
     requests = (Requeued, Ended) if is_preempted else (Requeued,)
     return any(isinstance(each, requests) for each in ending.outcomes.values())
+
+
+def _find_cause(ending: Ending, *, is_preempted: bool) -> int | None:
+    """Return the rank whose failure ended an attempt. None if no failure did."""
+    failed = first_failure(ending.outcomes)
+    # A rank that is ended late after a preemption breaks its connections to others, which then fail
+    if failed is not None and is_preempted and counts_as_echo(ending.outcomes[failed]):
+        return None
+    return failed
 
 
 def note_attempt(job: Job, history: list[str], restart: int, summary: str) -> None:
@@ -221,7 +226,7 @@ def note_attempt(job: Job, history: list[str], restart: int, summary: str) -> No
 
 def summary_of_attempt(ending: Ending, *, is_preempted: bool) -> str:
     """Describe how an attempt ended."""
-    failed = first_failure(ending.outcomes)
+    failed = _find_cause(ending, is_preempted=is_preempted)
     if failed is not None:
         outcome = ending.outcomes[failed]
         assert isinstance(outcome, (Raised, Died))

@@ -304,7 +304,7 @@ def _add_notes(error: BaseException, request: RanksCall) -> None:
 
 
 def _job_of(run: RanksRun, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
-    """Return the job of a call, with the function that `wrapper` decorated, if it is one.
+    """Return the job of a call: of the function inside, if `wrapper` has decorated this one.
 
     Raises:
         TypeError: If the function is not callable, or returns a coroutine or a generator.
@@ -322,6 +322,7 @@ def _job_of(run: RanksRun, function: Any, args: tuple[Any, ...], kwargs: dict[st
 def _interrupt(run: RanksRun, request: RanksCall) -> None:
     """Interrupt a call, and wait for its end. A further Ctrl-C ends the ranks."""
     try:
+        # Not as a cancel: the caller gets its KeyboardInterrupt, and no LaunchCancelledError
         run.interrupt(request, cancels=False)
         request.wait_for_end()
     except BaseException:

@@ -193,7 +193,10 @@ class RanksRun(PoolRun):
         held.end()
 
     def interrupt(self, request: RanksCall, *, cancels: bool) -> None:
-        """Raise KeyboardInterrupt in the ranks of a call, or end a call that has not begun."""
+        """Raise KeyboardInterrupt in the ranks of a call, or end a call that has not begun.
+
+        If it `cancels`, the caller gets LaunchCancelledError.
+        """
         pool = self._pool
         if pool is not None:
             pool.post(partial(self._interrupt, pool, request, cancels=cancels))

@@ -111,7 +111,8 @@ def parts_of(function: Any) -> list[Any] | None:
     if type(function) is not types.FunctionType or function.__dict__:
         return None
     by_key = function.__kwdefaults__ or {}
-    defaults = [*(function.__defaults__ or ()), *by_key, *by_key.values()]
+    in_order = function.__defaults__ or ()
+    defaults = [len(in_order), *in_order, len(by_key), *by_key, *by_key.values()]
     values = [*defaults, *_contents_of_cells(function)]
     for value in values:
         # Others may change in place. `UNASSIGNED` is not plain: the variable may get a value later
@@ -119,13 +120,16 @@ def parts_of(function: Any) -> list[Any] | None:
             return None
         if isinstance(value, (str, bytes)) and len(value) > _LARGEST_TEXT:
             return None
-    annotations = [*function.__annotations__, *function.__annotations__.values()]
+    try:
+        annotations = [*function.__annotations__, *function.__annotations__.values()]
+    except Exception:  # noqa: BLE001 (from Python 3.14 on, this evaluates code of the user's)
+        return None
     if not all(isinstance(each, (*PLAIN, type)) for each in annotations):
         return None
     names = [function.__name__, function.__qualname__, function.__module__, function.__doc__]
-    # A call that brings a function of `__main__` also binds its name in the ranks. If the name is
-    # bound to another object here since, the function has other parts, and is sent again
-    is_in_main = vars(sys.modules["__main__"]).get(function.__qualname__) is function
+    # A rank that makes a kept call again also binds the function's name in `__main__`, unless the
+    # name had another object here. So this is a part: if it changes, the function is sent again
+    is_in_main = vars(sys.modules["__main__"]).get(function.__qualname__, function) is function
     return [function.__code__, *names, *values, *annotations, is_in_main]
 
 

@@ -42,7 +42,7 @@ class RankStarter(Protocol):
         """Kill a rank and its process group. `pid` is 0 if its process id is not known yet."""
 
     def describe(self, rank: int, /) -> str:
-        """Describe the thing with which a rank was lost, such as its node, for an error."""
+        """Describe what a rank was lost with, such as its node, for an error."""
         ...
 
 
@@ -116,7 +116,7 @@ class Members:
         self._events = events
         self._listener = listener
         self._grace_s = grace_s
-        self._has_killed = False
+        self._has_killed = False  # True once `_end_by_force` has run
         self.all: list[Member] = []
         self.is_ending = False
         self.is_cancelled = False

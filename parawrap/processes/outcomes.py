@@ -276,7 +276,8 @@ def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
         is_an_echo = counts_as_echo(outcome)
         if is_to_restart and is_an_echo:
             continue
-        # False is less than True. The clocks of all nodes are nearly the same
+        # False is less than True. The clocks of all nodes are nearly the same; on Slurm, `at` is a
+        # number that the ranks count together
         failures.append((is_an_echo, outcome.at, rank))
     if not failures:
         return None
@@ -318,14 +319,14 @@ class Ending:
         return cls({}, cancelled=True)
 
     @property
-    def has_given_up(self) -> bool:
+    def was_aborted(self) -> bool:
         """True if something else than an outcome of a rank ended the call."""
         return bool(self.cancelled or self.timed_out or self.deadlocked or self.lost or self.error)
 
     @property
     def is_success(self) -> bool:
         """True if every rank returned and nothing else ended the call."""
-        return not self.has_given_up and all(
+        return not self.was_aborted and all(
             isinstance(each, Returned) for each in self.outcomes.values()
         )
 

@@ -231,7 +231,7 @@ class _CallLoop:
             return None
         value = function(*args, **kwargs)
         if not self._assignment.stays:
-            finish_function()  # here, so that its errors are errors of the call
+            flush_and_join_threads()  # here, so that its errors are errors of the call
         return value
 
     def _answer(self, number: int, call: Callable[[], Any]) -> bool:
@@ -416,7 +416,7 @@ class Control:
 # -- the end of the process
 
 
-def finish_function() -> None:
+def flush_and_join_threads() -> None:
     """Flush the streams, and wait for threads, as an interpreter does before it exits."""
     flush_streams()
     join_threads()

@@ -36,8 +36,8 @@ class Settings:
     main_name: str | None
     seed: int  # of torch's default generator
     dtype: torch.dtype  # torch's default
-    # A pair: True if deterministic algorithms are on, and True if other ones only cause a warning
-    deterministic: tuple[bool, bool]
+    is_deterministic: bool  # True if deterministic algorithms are on
+    only_warns: bool  # True if other algorithms then cause a warning, and no error
     # The precision of float32 matrix products. None if newer flags of torch set the precision
     precision: str | None
     cudnn_benchmark: bool  # True: cuDNN chooses algorithms by measurement
@@ -57,10 +57,8 @@ class Settings:
             main_name=getattr(spec, "name", None),
             seed=torch.initial_seed(),
             dtype=torch.get_default_dtype(),
-            deterministic=(
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
+            is_deterministic=torch.are_deterministic_algorithms_enabled(),
+            only_warns=torch.is_deterministic_algorithms_warn_only_enabled(),
             precision=_precision(),
             cudnn_benchmark=torch.backends.cudnn.benchmark,
         )
@@ -92,9 +90,8 @@ class Settings:
             main.__package__ = main.__spec__.parent
         torch.default_generator.manual_seed(self.seed)  # the other generators are seeded from it
         torch.set_default_dtype(self.dtype)
-        if self.deterministic != (False, False):  # not otherwise: the first call takes a second
-            is_enabled, warn_only = self.deterministic
-            torch.use_deterministic_algorithms(is_enabled, warn_only=warn_only)
+        if self.is_deterministic or self.only_warns:  # not otherwise: the first call takes a second
+            torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.only_warns)
         if self.precision not in (None, _precision()):
             torch.set_float32_matmul_precision(self.precision)
         torch.backends.cudnn.benchmark = self.cudnn_benchmark

@@ -345,8 +345,8 @@ class LocalWorker:
 
 def serve(device: str, threads: int, seed: int, wire: Wire) -> None:
     """Answer messages until the wire closes. Runs in place of the calls of a rank."""
-    # SIGTERM follows from `stop(at_once=True)`. It ends the process without unwinding, also during
-    # a call
+    # After `stop(at_once=True)`, the control thread sends SIGTERM. It ends the process without
+    # unwinding, also during a call
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(threads)
     torch.manual_seed(seed)

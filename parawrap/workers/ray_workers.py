@@ -91,14 +91,17 @@ class RayWorkers:
         Raises:
             LaunchError: If the cluster has too few resources, or the block ends meanwhile.
         """
-        if self._reservation is None:
-            self._reservation = Reservation(self._platform)
-            self._ray = self._reservation.ray
-            # Without a time limit: `Reservation` has checked that the cluster is large enough, so
-            # the wait ends when other users of the cluster leave
-            while not self._reservation.request_and_wait():
-                self._check_open()
-        actor_options = self._reservation.options_of_rank(lane)
+        reservation = self._reservation  # read once: `end` in another thread removes it
+        if reservation is None:
+            reservation = Reservation(self._platform)
+            self._ray = reservation.ray
+            self._reservation = reservation
+        # Without a time limit: `Reservation` has checked that the cluster is large enough, so the
+        # wait ends when other users of the cluster leave. Also for later workers, and at once then:
+        # Ctrl-C may have ended the wait of the first one
+        while not reservation.request_and_wait():
+            self._check_open()
+        actor_options = reservation.options_of_rank(lane)
         until = monotonic() + _PLACING_S
         while True:
             self._check_open()
@@ -130,7 +133,7 @@ class RayWorkers:
 
         Return the positions of such workers.
         """
-        if not self._ray.is_initialized():  # all actors are gone, also those without a message
+        if not self._ray.is_initialized():  # all actors are gone, also idle ones
             return range(len(workers))
         waiting = {}  # the position of each worker by the reference of its next answers
         for position, worker in enumerate(workers):
@@ -147,7 +150,8 @@ class RayWorkers:
 
         May be called again.
         """
-        # First: a thread that starts a worker reads it, and reserves nothing more
+        # First: `start` in another thread then raises in `_check_open`. What it has reserved until
+        # then, `close` releases
         self._has_ended = True
         self._last_model = None
         reservation, self._reservation = self._reservation, None

@@ -187,7 +187,7 @@ class ModelServer:
     def fail(self, items: list[Any], error: BaseException) -> Answers:
         """Answer each call of a message with an error."""
         now = perf_counter_ns()
-        failed = WorkerAnswer(None, None, _describe(error), None, (), now, now)
+        failed = WorkerAnswer(None, None, _pack_error(error), None, (), now, now)
         return [tuple(failed)] * len(items), Packer()
 
     def _make_model(self, sent: dict[str, Any]) -> None:
@@ -228,7 +228,7 @@ class ModelServer:
             output_item = packer.add(output, "the output")
             written_item = None if written is None else packer.add(written, "args")
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
-            failure = _describe(error)
+            failure = _pack_error(error)
         warned = pack(self._warned, "a warning").to_bytes() if self._warned else None
         self._warned.clear()
         unkept = self._replicas.unkept.take()
@@ -376,6 +376,6 @@ def _version_of(leaf: Any) -> int | None:
     return version_of(leaf) if has_version else None
 
 
-def _describe(error: BaseException) -> tuple[bytes, str]:
+def _pack_error(error: BaseException) -> tuple[bytes, str]:
     """Return the pickled exception, and its traceback as text, as in `WorkerAnswer.error`."""
     return pack_exception(error).to_bytes(), traceback_of(error)

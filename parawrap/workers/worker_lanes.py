@@ -634,7 +634,8 @@ class WorkerLanes:
         if error is not None:
             self._fail(request, error)
             return
-        took_ns = sum(end - start for *_, start, end in answers)  # fields of `WorkerAnswer`
+        # The last two fields of a `WorkerAnswer`, which crossed the wire as a plain tuple
+        took_ns = sum(end - start for *_, start, end in answers)
         lane.busy_ns += took_ns
         if request.form.is_whole:
             each_ns = took_ns / len(request.calls)

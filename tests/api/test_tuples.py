@@ -80,6 +80,13 @@ def test_cat_of_lists_with_rows():
         cat(({"y": two, "aux": [two, two]}, {"y": two, "aux": [two, two]}))
 
 
+def test_cat_moves_items_to_the_first_part():
+    """Lists with one item per row go to the device of the first part, as tensors do."""
+    first = {"boxes": [torch.zeros(2, device="meta")]}
+    joined = cat((first, {"boxes": [ZERO, ONE]}))
+    assert [item.device.type for item in joined["boxes"]] == ["meta"] * 3
+
+
 def test_cat_keeps_other_values():
     """Parts that are all None become None.
 

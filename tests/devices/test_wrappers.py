@@ -53,6 +53,9 @@ def test_data_parallel_training(device_ids, ids):
         first,
     )
     assert_same_steps(wrapped, model, copy.deepcopy(model), rows())
+    for output_device in ("sim:3", "cpu"):  # as in torch, the next call follows it
+        wrapped.output_device = output_device
+        assert devices_of([wrapped(rows().to(first))]) == [output_device]
 
 
 @pytest.mark.parametrize("output_device", [None, -1, 3, "cpu"], ids=str)

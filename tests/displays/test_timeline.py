@@ -105,6 +105,14 @@ def test_names_cannot_end_the_data(tmp_path):
     assert data["spans"][0][3] == data["tracks"][0]["label"] == name
 
 
+TRACK_BEFORE_ALL = """
+{"otherData": {"title": "a", "without_idle": []}, "traceEvents": [
+    {"ph": "M", "args": {"name": "lane 0"}},
+    {"ph": "X", "name": "a", "cat": "b", "args": {}, "tid": -1, "ts": 1, "dur": 1}
+]}
+"""
+
+
 @pytest.mark.parametrize(
     ("content", "match"),
     [
@@ -115,8 +123,9 @@ def test_names_cannot_end_the_data(tmp_path):
             "is not a trace of parawrap",
         ),
         ('{"traceEvents": [], "otherData": {"title": "a", "without_idle": []}}', "has no spans"),
+        (TRACK_BEFORE_ALL, "is not a trace of parawrap"),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_other_files_are_refused(tmp_path, content, match):
     (tmp_path / "t.json").write_text(content)

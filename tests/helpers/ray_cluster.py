@@ -10,10 +10,15 @@ import contextlib
 import importlib.util
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
+
+from tests.helpers.waiting import PATIENCE_S
 
 _STORE_BYTES = 100 << 20
 
@@ -43,8 +48,10 @@ class RayCluster:
             # a busy one after 10 s.
             patch.setenv("RAY_health_check_period_ms", "300")
 
+            from ray._private import services
             from ray.cluster_utils import Cluster
 
+            patch.setattr(services, "get_node", partial(_ask_patiently, services.get_node))
             self._cluster = Cluster()
             cleanup.callback(self._end)
             for _ in range(2):
@@ -85,6 +92,21 @@ class RayCluster:
 
         ray.shutdown()
         self._cluster.shutdown()
+
+
+def _ask_patiently(get_node: Callable[..., Any], *args: Any) -> Any:
+    """Ask the head node for a new node until this one has registered.
+
+    Ray itself gives up after 30 seconds, which a single question to a busy head node may take.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return get_node(*args)
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
 
 
 def missing() -> str | None:

@@ -10,6 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, LaunchTimeoutError, current_rank, wrapper
+from parawrap.launch.attempts import requests_restart, summary_of_attempt
+from parawrap.processes.outcomes import Ended, Ending, Raised
 from tests.helpers.launches import wait_for_reports
 from tests.helpers.processes import failure_of, notes_of, ranks
 from tests.helpers.waiting import PATIENCE_S
@@ -71,3 +73,16 @@ def test_the_time_limit_of_restarts():
     )
     assert type(error) is LaunchTimeoutError
     assert "timeout_min" in str(error)
+
+
+def test_a_late_rank_is_the_cause_of_its_restart():
+    """The end of a rank that ignores a preemption breaks its connections: the other rank's error is
+    no cause.
+    """
+    echo = Raised(5.1, "RuntimeError: connection closed by peer", "", is_echo=True, error=b"")
+    ending = Ending({0: Ended(5.0), 1: echo})
+    assert requests_restart(ending, is_preempted=True)
+    summary = summary_of_attempt(ending, is_preempted=True)
+    assert summary.startswith("was preempted, and rank 0 did not call requeue()")
+    assert not requests_restart(ending, is_preempted=False)
+    assert summary_of_attempt(ending, is_preempted=False).startswith("failed: rank 1 raised")

@@ -39,13 +39,15 @@ def handling(number, handler):
         signal.signal(number, before)
 
 
-@pytest.fixture(name="no_gc_callbacks")
-def _no_gc_callbacks():
-    """Remove callbacks of the collector, such as hypothesis's: Python drops errors in them."""
-    callbacks = gc.callbacks[:]
-    gc.callbacks.clear()
+@pytest.fixture(name="no_collector")
+def _no_collector():
+    """Stop the garbage collector. It calls finalizers, and callbacks such as hypothesis's, at any
+    moment, and Python drops the error of a signal that arrives in one.
+    """
+    gc.collect()
+    gc.disable()
     yield
-    gc.callbacks[:] = callbacks
+    gc.enable()
 
 
 def test_signals_are_held_back():
@@ -209,7 +211,7 @@ def interrupted(calls, number, error, count, within_s):
         thread.join()
 
 
-@pytest.mark.usefixtures("no_gc_callbacks")
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGALRM, AlarmError)]
@@ -241,7 +243,7 @@ def wait_for(path):
     return os.getpid()
 
 
-@pytest.mark.usefixtures("no_gc_callbacks")
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.long)])
 def test_stacks_arrive_after_any_interrupt(tmp_path, count):
     """A request for stacks that is interrupted disturbs neither the call nor later requests."""
@@ -253,7 +255,7 @@ def test_stacks_arrive_after_any_interrupt(tmp_path, count):
         assert len(launch.results(PATIENCE_S)) == 2
 
 
-@pytest.mark.usefixtures("no_gc_callbacks")
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("count", [25, pytest.param(300, marks=pytest.mark.long)])
 def test_workers_answer_after_any_interrupt(count):
     """Workers answer after any interrupt, and each answer belongs to its call. A worker may be

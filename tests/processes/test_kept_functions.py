@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import operator
+import sys
 import types
 import weakref
 
@@ -252,3 +254,26 @@ def test_call_that_does_not_arrive(two):
     for _ in range(3):  # packed, and never sent, as after Ctrl-C
         thread.script.pack_call(made(8), (), {})
     assert two(made(9)) == (9, 9)
+
+
+def test_name_that_is_bound_after_its_function(two, monkeypatch):
+    """A call of a function without a name in `__main__` does not replace what has its name now."""
+    main = vars(sys.modules["__main__"])
+    space = {"__name__": "__main__"}
+    exec("def function_without_name(): return 1", space)
+    read = eval("lambda: function_without_name", main)
+    assert two(space["function_without_name"]) == (1, 1)
+    monkeypatch.setitem(main, "function_without_name", 5)
+    for _ in range(2):
+        assert two(read) == (5, 5)
+        assert two(space["function_without_name"]) == (1, 1)
+
+
+def test_parts_say_which_defaults_have_names():
+    def read(*values, **named):
+        return values, named
+
+    read.__kwdefaults__ = {"a": 1}
+    named = parts_of(read)
+    read.__kwdefaults__, read.__defaults__ = None, ("a", 1)
+    assert not all(map(operator.is_, named, parts_of(read)))

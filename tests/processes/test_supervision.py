@@ -312,20 +312,25 @@ def test_limit_on_files_with_workers():
 # -- ranks that do not answer, or have died, before a call
 
 
-def test_a_death_just_before_a_call_has_its_signal():
+def test_a_death_just_before_a_call_has_its_signal(monkeypatch):
     """A rank that died after the last call is reported with its signal, also if the next call began
     before the supervising thread could end the ranks.
     """
     with ranks(2, **ALONE).open() as two:
         pids = two(os.getpid)
         pool = two._run._pool
-        with pool.events.lock:  # the thread of the ranks handles nothing meanwhile
+        begin, member = pool.begin, pool._members.all[0]
+
+        def begin_after_a_death(call):
+            # The caller holds the lock here, so the thread of the ranks handles nothing meanwhile
             os.kill(pids[0], signal.SIGKILL)
-            member = pool._members.all[0]
             while not member.has_exited:
                 pool._members._on_status(member)
-            with pytest.raises(RankDiedError, match="killed by SIGKILL") as caught:
-                two(nothing)
+            begin(call)
+
+        monkeypatch.setattr(pool, "begin", begin_after_a_death)
+        with pytest.raises(RankDiedError, match="killed by SIGKILL") as caught:
+            two(nothing)
         assert caught.value.signal is signal.SIGKILL
 
 

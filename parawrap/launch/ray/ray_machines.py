@@ -197,6 +197,9 @@ class _ActorStarter:
             if self._is_cancelled():
                 msg = f"the launch was cancelled before rank {rank} had connected"
                 raise LaunchError(msg)
+            if node.is_lost.is_set():
+                msg = f"{place} was lost before rank {rank} had connected: its actor died"
+                raise LaunchError(msg)
             if time.monotonic() >= self._until:
                 msg = (
                     f"rank {rank} on {place} did not connect to this process in time: a firewall "
@@ -208,6 +211,9 @@ class _ActorStarter:
         by_kind = self._arrived.pop(rank)
         status, data, control, *streams = [by_kind[kind] for kind in range(CONNECTIONS)]
         self._status[rank] = status.dup()
+        # `_await_end` may have looked at `_status` before this rank was in it
+        if node.is_lost.is_set():
+            status.shutdown(socket.SHUT_RDWR)
         outputs = tuple(each.detach() for each in streams)
         return Connections(place, data, control, status.detach(), outputs)
 
@@ -277,7 +283,7 @@ class _ActorStarter:
                 self._nodes[rank // self._per_node].actor.kill.remote(pid)
 
     def describe(self, rank: int) -> str:
-        """Return the thing that a rank was lost with. Ray may first report a lost node."""
+        """Return what a rank was lost with. Ray reports the loss of a node some seconds later."""
         node = self._nodes[rank // self._per_node]
         if node.is_lost.wait(_NOTICE_S):
             return "its node, which no longer answers"

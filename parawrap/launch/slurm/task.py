@@ -42,7 +42,7 @@ from parawrap.processes.pickling import pack
 from parawrap.processes.preemption import RequeueRequested
 from parawrap.processes.rank_process import (
     EndOrdered,
-    finish_function,
+    flush_and_join_threads,
     flush_streams,
     leave,
     refuse_breakpoint,
@@ -109,6 +109,7 @@ class _Task:
         """Run the function, and write how it ended. Return the exit code."""
         self._outcome_file.unlink(missing_ok=True)  # of an earlier start
         outcome = self._call()
+        # SIGTERM before this line ends this rank without an outcome: another rank has the cause.
         # From here on, an exception of the handler would replace the outcome
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._write(outcome)
@@ -121,13 +122,13 @@ class _Task:
         if isinstance(outcome, (Returned, Requeued)):
             return self._end_together()
         if isinstance(outcome, Raised) and outcome.is_echo:
-            # If this task exited now, srun would end the rank with the cause before it reports, or
-            # would not report the death that is the cause
+            # If this task exited now, srun would end all tasks: also the one with the cause, before
+            # it reports. If the cause is a death, srun would report this exit instead
             time.sleep(self._platform.grace_s + _LAUNCHER_NOTICE_S)
         return 1
 
     def _call(self) -> Outcome:
-        """Set up the rank and run the function. Return how it ended: no exception leaves this."""
+        """Set up the rank and run the function. Return how it ended, whatever it raises."""
         try:
             # The submitting process checks this too, but it may have ended
             failures = self._folder.failures(self._start, self._number)
@@ -146,7 +147,7 @@ class _Task:
                 last=partial(self._folder.last_request, self._start),
                 answer=partial(self._folder.write_answer, rank),
             )
-            open_store = partial(self._messages, address)
+            open_store = partial(self._open_messages, address)
             agreement = Agreement(open_store, rank, self._place.world_size, requests)
             self._take_signals(agreement)
             RankSetUp(self._platform, self._place, address).enter(agreement.preemption)
@@ -156,27 +157,31 @@ class _Task:
                 return Returned(time.time(), self._value())
         except RequeueRequested:
             if self._store is not None:
-                self._store.set(_REQUEUED, "")
+                with contextlib.suppress(dist.DistError):  # rank 0 has ended: its outcome counts
+                    self._store.set(_REQUEUED, "")
             return Requeued(time.time())
         except EndOrdered:
             return Ended(time.time())
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
-            # The place takes the place of the time: only the order of failures matters
+            # In `at` is the number of this failure among those of all ranks, and no time: only the
+            # order of failures matters
             return replace(outcome_of(error), at=self._count_failure())
 
     def _value(self) -> bytes:
         """Call the function, and return its pickled value."""
         block = memoryview(bytearray(self._folder.call.read_bytes()))
-        whole_block = range(len(block))  # as `BatchRun` has packed it
+        # `BatchRun` has packed one item, the call, which takes all bytes. `take` also sets the
+        # globals that it brings
+        whole_block = range(len(block))
         function, args, kwargs = ScriptOfRank().take(whole_block, block)
         value = function(*args, **kwargs)
-        finish_function()
+        flush_and_join_threads()  # here, so that its errors are errors of the call
         return pack(value, "the result").to_bytes()
 
     def _meet(self) -> StoreAddress:
-        """Open the store for messages. Return the store for process groups of this start.
+        """Open the store for messages. Return the address of the one for process groups.
 
-        Rank 0 has the port of both.
+        This is the same store, at the port of rank 0, unless process groups meet in a file.
         """
         platform = self._platform
         if self._place.global_rank == 0:
@@ -190,7 +195,7 @@ class _Task:
             self._folder.write_address(self._start, address)
         else:
             address = self._await_address()
-        self._store = self._messages(address)
+        self._store = self._open_messages(address)
         if platform.ipc_protocol == "file":  # for process groups only
             return replace(address, path=str(self._folder.path / f"store-{self._start}"))
         return address
@@ -204,7 +209,7 @@ class _Task:
             time.sleep(_POLL_S)
         return address
 
-    def _messages(self, address: StoreAddress) -> dist.Store:
+    def _open_messages(self, address: StoreAddress) -> dist.Store:
         """Open a connection to the store for messages between the ranks."""
         at_port = replace(address, path=None)
         # The prefix keeps starts of the job apart

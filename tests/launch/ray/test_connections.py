@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import threading
 import time
@@ -10,14 +12,14 @@ from types import SimpleNamespace
 import pytest
 
 from parawrap import LaunchError, Platform
+from parawrap.launch.ray._node_actor import CONNECTIONS, RANK_BYTES
 from parawrap.launch.ray.ray_machines import _ActorStarter
-
-NODE = SimpleNamespace(number=0, host="a-host", is_lost=threading.Event())
 
 
 def starter(*, is_cancelled=lambda: False, **fields):
     platform = Platform(launcher="ray", device="cpu", n_cpus=2, **fields)
-    return _ActorStarter(None, platform, [NODE], "127.0.0.1", is_cancelled)
+    node = SimpleNamespace(number=0, host="a-host", is_lost=threading.Event())
+    return _ActorStarter(None, platform, [node], "127.0.0.1", is_cancelled)
 
 
 def fail_to_start(starting):
@@ -55,6 +57,34 @@ def test_a_node_is_lost_only_if_ray_says_so(monkeypatch):
     monkeypatch.setattr("parawrap.launch.ray.ray_machines._NOTICE_S", 0.01)
     starting = starter()
     assert starting.describe(1).startswith("the process on node 0 that forks its ranks")
-    monkeypatch.setattr(NODE, "is_lost", SimpleNamespace(wait=lambda _: True))
+    starting._nodes[0].is_lost.set()
     assert starting.describe(1) == "its node, which no longer answers"
+    starting.__exit__()
+
+
+def test_a_node_that_is_lost_before_its_ranks_connect():
+    """The start names the loss, and waits for no connection."""
+    starting = starter()
+    starting._nodes[0].is_lost.set()
+    text, seconds = fail_to_start(starting)
+    assert text.startswith("node 0, a-host was lost before rank 0 had connected: its actor died")
+    assert seconds < 10
+
+
+def test_a_node_that_is_lost_after_its_ranks_connect():
+    """The connections of a rank end, although nothing ended them when the node was lost."""
+    starting = starter()
+    address = starting._listener.getsockname()[:2]
+    with contextlib.ExitStack() as ranks:
+        for kind in range(CONNECTIONS):
+            connection = ranks.enter_context(socket.create_connection(address))
+            rank_bytes = (0).to_bytes(RANK_BYTES, "little")
+            connection.sendall(starting._token + rank_bytes + bytes([kind]))
+        while len(starting._arrived.get(0, ())) < CONNECTIONS:
+            starting._accept(1)
+        starting._nodes[0].is_lost.set()
+        connections = starting.start(0)
+        os.set_blocking(connections.status, False)
+        assert os.read(connections.status, 1) == b""
+        connections.close()
     starting.__exit__()
