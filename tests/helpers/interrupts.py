@@ -10,26 +10,41 @@ import parawrap
 
 PACKAGE = f"{Path(parawrap.__file__).parent}/"
 
-# Python looks for signals when a function begins, when a loop goes back, and after a call. Never
-# between a lock and the block of its `with`, or between two assignments
-_BEFORE = {"RESUME", "JUMP_BACKWARD"}
-_AFTER = ("CALL",)
 
+class Known:
+    """What the tracer needs of a code object. Python makes `co_code` anew at each look.
 
-# By the id of a code object, which is kept alive: to hash a code object takes long
-_handlers = {}
+    Python looks for signals when a function begins, when a loop goes back, and after a call. Never
+    between a lock and the block of its `with`, or between two assignments.
 
+    Attributes:
+        code: The code object, which is kept alive, so that no other one gets its id.
+        begins: The offsets of instructions at which Python looks for signals.
+        calls: The offsets of instructions after which it does.
+        handlers: Where an exception at an offset goes.
+    """
 
-def handlers_of(code):
-    """Return, for each offset of a code object, where an exception at this offset goes."""
-    if id(code) not in _handlers:
-        targets = {
+    def __init__(self, code):
+        self.code = code
+        instructions = code.co_code
+        names = {at: dis.opname[instructions[at]] for at in range(0, len(instructions), 2)}
+        self.begins = {at for at, name in names.items() if name in ("RESUME", "JUMP_BACKWARD")}
+        self.calls = {at for at, name in names.items() if name.startswith("CALL")}
+        self.handlers = {
             offset: entry.target
             for entry in reversed(dis._parse_exception_table(code))  # the first entry counts
             for offset in range(entry.start, entry.end, 2)
         }
-        _handlers[id(code)] = code, targets
-    return _handlers[id(code)][1]
+
+
+_known = {}  # by the id of a code object: to hash a code object takes long
+
+
+def known(code):
+    found = _known.get(id(code))
+    if found is None:
+        found = _known[id(code)] = Known(code)
+    return found
 
 
 class Interrupts:
@@ -50,32 +65,33 @@ class Interrupts:
         return kind is KeyboardInterrupt
 
     def _trace(self, frame, event, _):
-        if not frame.f_code.co_filename.startswith(PACKAGE) or self.where is not None:
+        """Trace a new frame, or one that goes on, by its instructions."""
+        if self.where is not None or not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "call":  # another frame may have had this id before
-            self._last.pop(id(frame), None)
-        if event == "opcode":
-            name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            before, offset = self._last.get(id(frame), ("", -1))
-            self._last[id(frame)] = name, frame.f_lasti
-            # Python raises at the call, and a tracer after it. These differ if the call is the last
-            # one of a `with` or `try`, as in `return f()`
-            is_moment = name in _BEFORE
-            if before.startswith(_AFTER):
-                handlers = handlers_of(frame.f_code)
-                is_in_block = handlers.get(offset) == handlers.get(frame.f_lasti)
-                is_moment = is_moment or is_in_block
-            # Without a line: a generator that is being thrown away, in which Python ignores errors
-            if is_moment and frame.f_lineno is not None:
-                if self.left == 0:
-                    self.where = (
-                        f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} "
-                        f"{frame.f_code.co_name}"
-                    )
-                    raise KeyboardInterrupt
-                self.left -= 1
-        return self._trace
+        self._last.pop(id(frame), None)  # another frame may have had this id before
+        return self._look
+
+    def _look(self, frame, event, _):
+        """Raise before an instruction if its moment has come."""
+        if event != "opcode" or self.where is not None:
+            return self._look
+        code, at = known(frame.f_code), frame.f_lasti
+        before = self._last.get(id(frame))
+        self._last[id(frame)] = at
+        is_moment = at in code.begins
+        # Python raises at the call, and a tracer after it. These differ if the call is the last one
+        # of a `with` or `try`, as in `return f()`
+        if before in code.calls and code.handlers.get(before) == code.handlers.get(at):
+            is_moment = True
+        # Without a line: a generator that is being thrown away, in which Python ignores errors
+        if is_moment and frame.f_lineno is not None:
+            if self.left == 0:
+                file = Path(frame.f_code.co_filename).name
+                self.where = f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
+                raise KeyboardInterrupt
+            self.left -= 1
+        return self._look
 
 
 def moments_of(work, step=1):

@@ -17,8 +17,9 @@ from tests.helpers.waiting import PATIENCE_S, eventually
 
 X = torch.randn(9, 4)
 THREE = ["cpu"] * 3
-# Of the moments, so that a test takes a second; `make test-long` tries each third of them
-STEP = 23
+# Every so many moments are tried, so that a test takes a second or two; and by `make test-long`.
+# Primes, so that no loop hides a moment
+STEP, STEP_OF_BLOCKS, STEP_LONG = 47, 97, 7
 
 
 class Writes(nn.Linear):
@@ -126,7 +127,7 @@ def test_an_interrupt_after_an_error():
 @torch.no_grad()
 def test_interrupted_blocks():
     """Ctrl-C may come while a block opens, runs its first call, and closes."""
-    check_blocks(STEP)
+    check_blocks(STEP_OF_BLOCKS)
 
 
 @put_back
@@ -134,8 +135,8 @@ def test_interrupted_blocks():
 @pytest.mark.long
 def test_interrupts_at_all_moments():
     for kind in WORK:
-        check_calls(kind, 3)
-    check_blocks(3)
+        check_calls(kind, STEP_LONG)
+    check_blocks(STEP_LONG)
 
 
 def test_an_interrupt_in_a_later_part(monkeypatch):
