@@ -132,29 +132,20 @@ def test_every_attribute_exists():
 # What no other test of a feature would notice
 
 
-def test_finalizers_before_a_fork(tmp_path):
-    """Ranks do not run the finalizers of the modules that the server imported."""
+def test_threads_and_finalizers_of_a_rank(tmp_path):
+    """A rank ends when the threads of its function end, without idle workers of thread pools.
+
+    It does not run the finalizers of modules that the server imported.
+    """
     script = """
-import weakref
-from parawrap._private_names import keep_finalizers_from_exits
+import threading, weakref
+from concurrent.futures import ThreadPoolExecutor
+from parawrap._private_names import join_threads, keep_finalizers_from_exits
 class Owner: pass
 imported, owned = Owner(), Owner()
 weakref.finalize(imported, print, "imported")
 keep_finalizers_from_exits()
 weakref.finalize(owned, print, "owned")
-"""
-    assert run_script(tmp_path, script).split() == ["owned"]
-
-
-def test_threads_are_joined(tmp_path):
-    """A rank ends when the threads of its function end.
-
-    Idle workers of thread pools do not hold it.
-    """
-    script = """
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from parawrap._private_names import join_threads
 pool = ThreadPoolExecutor(1)
 pool.submit(print, "pool").result()
 go = threading.Event()
@@ -163,4 +154,4 @@ threading.Timer(0.1, go.set).start()
 join_threads()
 print("joined")
 """
-    assert run_script(tmp_path, script).split() == ["pool", "thread", "joined"]
+    assert run_script(tmp_path, script).split() == ["pool", "thread", "joined", "owned"]
