@@ -91,17 +91,15 @@ class RayWorkers:
         Raises:
             LaunchError: If the cluster has too few resources, or the block ends meanwhile.
         """
-        reservation = self._reservation  # read once: `end` in another thread removes it
-        if reservation is None:
-            reservation = Reservation(self._platform)
-            self._ray = reservation.ray
-            self._reservation = reservation
+        if self._reservation is None:
+            self._reservation = Reservation(self._platform)
+            self._ray = self._reservation.ray
         # Without a time limit: `Reservation` has checked that the cluster is large enough, so the
         # wait ends when other users of the cluster leave. Also for later workers, and at once then:
         # Ctrl-C may have ended the wait of the first one
-        while not reservation.request_and_wait():
+        while not self._reservation.request_and_wait():
             self._check_open()
-        actor_options = reservation.options_of_rank(lane)
+        actor_options = self._reservation.options_of_rank(lane)
         until = monotonic() + _PLACING_S
         while True:
             self._check_open()
@@ -154,9 +152,10 @@ class RayWorkers:
         # then, `close` releases
         self._has_ended = True
         self._last_model = None
-        reservation, self._reservation = self._reservation, None
-        if reservation is not None:
-            reservation.end()
+        # It stays: a thread in `start` may request the resources after this line, and before
+        # `close` releases them
+        if self._reservation is not None:
+            self._reservation.end()
 
     def close(self) -> None:
         """Release the resources that a thread has reserved since `end`."""

@@ -213,7 +213,8 @@ class _ActorStarter:
         self._status[rank] = status.dup()
         # `_await_end` may have looked at `_status` before this rank was in it
         if node.is_lost.is_set():
-            status.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # the connection has ended already
+                status.shutdown(socket.SHUT_RDWR)
         outputs = tuple(each.detach() for each in streams)
         return Connections(place, data, control, status.detach(), outputs)
 
