@@ -98,8 +98,8 @@ def _launch(
     from parawrap.launch import check_signature
 
     try:
-        check_signature(function, args, kwargs)
         launchable = _decorate(function, given)
+        check_signature(launchable.__wrapped__, args, kwargs)
         if given.dry_run:
             return launchable.dry_run(*args, **kwargs)
     # TypeError: if the arguments do not match, or the function is a coroutine function

@@ -104,7 +104,9 @@ def check_signature(
 ) -> None:
     """Raise Python's TypeError if the arguments do not match, before any rank starts."""
     try:
-        signature = inspect.signature(function)
+        # Not of the function in `__wrapped__`: a decorator with `functools.wraps` may pass it other
+        # arguments than those of the call
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):
         # Some builtins have no signature: their call in the rank raises the error
         return

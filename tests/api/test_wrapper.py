@@ -101,6 +101,24 @@ def test_wrong_arguments_are_refused():
         Wrapper(TWO).start(lambda args: None)
 
 
+def test_decorators_may_add_arguments():
+    """The arguments of a call are those of the outermost function, also under functools.wraps."""
+
+    def with_config(function):
+        @functools.wraps(function)
+        def decorated(x):
+            return function(x, config="given")
+
+        return decorated
+
+    def train(x, config):
+        return x, config
+
+    assert launched(with_config(train))(1) == ((1, "given"),) * 2
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        launched(with_config(train))(1, "given")
+
+
 # --- pickles, copies, modules ---
 
 
