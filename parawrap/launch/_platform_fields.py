@@ -9,7 +9,7 @@ import copy
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
@@ -68,6 +68,11 @@ class PlatformFields:
 
     def __post_init__(self) -> None:
         given = str(self.device)
+        # The checks below read the values more than once, which an iterator does not allow
+        for name in ("device_ids", "ipc_groups", "print_ranks"):
+            value = getattr(self, name)
+            if isinstance(value, Iterator):
+                _set(self, name, tuple(value))
         _set_device(self)
         for name, rule in _RULES.items():
             value = getattr(self, name)

@@ -291,6 +291,16 @@ def test_backend_follows_device():
     ]
 
 
+@pytest.mark.usefixtures("four_gpus")
+def test_fields_take_iterators():
+    """Fields that take several values take them from an iterator too."""
+    on_gpus = Platform(device="gpu", device_ids=map(int, ["2", "3"]))
+    assert (on_gpus.device_ids, on_gpus.world_size) == ((2, 3), 2)
+    groups = on_cpu(n_cpus=4, ipc_groups=zip([0, 1], [2, 3], strict=True), print_ranks=iter([1]))
+    assert (groups.ipc_groups, groups.print_ranks) == (((0, 2), (1, 3)), (1,))
+    assert "rank 9 does not exist" in refusal(ipc_groups=iter([[9]]))
+
+
 def test_platform_is_frozen_value():
     """A platform equals its pickle and other spellings; `replace` returns a new platform, and
     validates it.
