@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from parawrap.errors import PlatformError
 from parawrap.launch._job import Job
 from parawrap.launch._platform_fields import PlatformFields, world_of
 from parawrap.launch.attempts import Attempts
@@ -59,7 +60,14 @@ def machines_for(platform: PlatformFields) -> Machines:
 
     Raises:
         LaunchError: If Ray is missing, or its cluster is missing or too small.
+        PlatformError: If the platform uses all devices, and this process sees none any more.
     """
+    if not platform.world_size:
+        msg = (
+            f"device={str(platform.device)!r}: devices were visible when the platform was made, "
+            "but none is now. Set variables that hide devices before you make the platform"
+        )
+        raise PlatformError(msg)
     # Imported here, because it imports Ray
     if platform.launcher == "ray":
         from parawrap.launch.ray.ray_machines import RayMachines

@@ -75,8 +75,8 @@ def _share_devices(platform: PlatformFields) -> list[tuple[int, ...]]:
     else:
         left = list(platform.device_ids)
     shares = []
-    size = platform.ranks_per_node
-    while len(set(left)) >= size:
+    size = platform.ranks_per_node  # 0 if all devices are used, and a variable hides them now
+    while left and len(set(left)) >= size:
         different = dict.fromkeys(left)  # in order, unlike a set
         share = tuple(different)[:size]
         for device in share:

@@ -12,7 +12,7 @@ import torch
 
 from parawrap import Platform, current_rank, wrapper
 from parawrap.errors import PlatformError
-from parawrap.launch import _devices, shares
+from parawrap.launch import _devices, _platform_fields, shares
 from parawrap.launch._devices import Device, variables_for
 from parawrap.launch.shares import share_out
 from tests.helpers.processes import ranks, run_script
@@ -360,5 +360,10 @@ def test_devices_that_a_variable_hides(monkeypatch):
     with pytest.raises(PlatformError, match="give a list of numbers of visible devices, 0"):
         next(function.map([1, 2], max_parallel=2))
     pairs = on_cores(n_gpus=1)(print)
+    every = on_cores()(print)
     monkeypatch.setattr(shares, "count_visible", lambda _: 0)
-    assert len(share_out(pairs.platform, 2)) == 1
+    monkeypatch.setattr(_platform_fields, "count_visible", lambda _: 0)
+    for each in pairs, every:
+        assert len(share_out(each.platform, 2)) == 1
+    with pytest.raises(PlatformError, match="visible when the platform was made, but none is now"):
+        every()
