@@ -188,8 +188,11 @@ def _cancel_nothing() -> None:
 
 def _is_sequential(platform: PlatformFields, max_parallel: int | None) -> bool:
     """True if one launch runs at a time."""
-    is_here = launcher_name(platform) in ("local", "env")
-    return max_parallel == 1 or (max_parallel is None and is_here)
+    launcher = launcher_name(platform)
+    if launcher == "env":
+        # The function runs in this process. In another thread, it could handle no signals
+        return True
+    return max_parallel == 1 or (max_parallel is None and launcher == "local")
 
 
 def _shares_of(jobs: Sequence[Job], max_parallel: int | None) -> list[Share]:

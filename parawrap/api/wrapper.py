@@ -82,8 +82,9 @@ class Launchable(Decorated, Generic[P, R]):
         Args:
             configs: The items. All are read before the first launch.
             max_parallel: The number of launches that run at the same time. By default one on this
-                machine, and all of them on a cluster. On Slurm, the launches form one job array. On
-                this machine, launches that run at the same time have different accelerators, or on
+                machine, and all of them on a cluster. On Slurm, the launches form one job array. In
+                the processes of torchrun, srun, or mpirun, they run one after another. On this
+                machine, launches that run at the same time have different accelerators, or on
                 the CPU different cores. The next launch gets those of a launch that has ended.
                 ``map(...).dry_run()`` shows them.
 

@@ -64,8 +64,9 @@ def test_interrupts_of_ranks_end_one_launch(max_parallel):
     assert failed.__notes__[0].startswith("raised in rank 0 of 1")
 
 
-def test_ctrl_c_in_a_sweep_under_torchrun(monkeypatch):
-    """There, the rank is this process: its Ctrl-C ends the sweep."""
+@pytest.mark.parametrize("max_parallel", [None, 2])
+def test_ctrl_c_in_a_sweep_under_torchrun(max_parallel, monkeypatch):
+    """There, the rank is the main thread of this process: its Ctrl-C ends the sweep."""
     ranks_of_one = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in (ranks_of_one | address | {"TORCHELASTIC_RUN_ID": "one"}).items():
@@ -74,12 +75,15 @@ def test_ctrl_c_in_a_sweep_under_torchrun(monkeypatch):
 
     @train(launcher="env")
     def interrupted(x):
-        begun.append(x)
+        begun.append((x, threading.current_thread()))
         raise KeyboardInterrupt
 
+    sweep = interrupted.map([1, 2], max_parallel=max_parallel)
+    assert sweep.dry_run().startswith("2 launches of ")
+    assert "one after another" in sweep.dry_run()
     with pytest.raises(KeyboardInterrupt):
-        next(interrupted.map([1, 2]))
-    assert begun == [1]
+        next(sweep)
+    assert begun == [(1, threading.main_thread())]
 
 
 def test_tracebacks_show_user_lines():
