@@ -162,6 +162,8 @@ def _launch_each(
         waits = deque(future.result for future in queue.take_futures())
         cancel = queue.cancel
     try:
+        if queue is not None:  # here, so that what it has launched ends if not all threads start
+            queue.start()
         # Under launcher "env", the function runs in this process, which torchrun has started
         yield from _wait_in_order(waits, runs_here=launcher_name(platform) == "env")
     except KeyboardInterrupt:
@@ -281,9 +283,13 @@ class _Queue:
         self._access = threading.Lock()
         self._pending = deque(zip(jobs, self._futures, strict=True))
         self._running: set[Launch[Any]] = set()
+        self._shares = shares
+
+    def start(self) -> None:
+        """Start the threads. `cancel` may be called before, and if this raises."""
         # Each share has its own thread, which makes one launch after another. The processes of a
         # launch end before its results come, so that the next launch finds the devices free
-        for share in shares:
+        for share in self._shares:
             serve = partial(self._serve, share)
             threading.Thread(target=serve, name="parawrap-launch-map", daemon=True).start()
 

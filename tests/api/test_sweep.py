@@ -18,6 +18,7 @@ import torch
 
 from parawrap import RankResults, current_rank, wrapper
 from parawrap.errors import LaunchError, PlatformError, UnsendableError
+from parawrap.launch import running
 from parawrap.processes.torch_groups import free_port
 from tests.helpers.processes import ranks, run_script
 from tests.helpers.scripts import read_script
@@ -137,6 +138,29 @@ def test_closing_the_iterator_cancels(tmp_path):
     begun = {path.name for path in tmp_path.iterdir()}
     assert len(begun) <= 4
     assert not any(psutil.pid_exists(int(name.partition("-")[2])) for name in begun)
+
+
+def test_a_sweep_that_cannot_start_ends(monkeypatch, tmp_path):
+    """If the system refuses the second thread, the launch of the first one ends, and no other
+    begins.
+    """
+    start = threading.Thread.start
+    threads = []
+
+    def start_one(thread):
+        if thread.name == "parawrap-launch-map":
+            if threads:
+                raise RuntimeError("can't start new thread")
+            threads.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    sweep = train()(lambda number: (tmp_path / str(number)).touch()).map(range(5), max_parallel=2)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        next(sweep)
+    assert not running()
+    threads[0].join()
+    assert len(list(tmp_path.iterdir())) <= 1
 
 
 def test_wrong_calls_launch_nothing(tmp_path):
