@@ -126,10 +126,10 @@ class Attempts(PoolRun):
     """The attempts of one launch."""
 
     def __init__(self, job: Job, machines: Machines) -> None:
-        super().__init__(job, machines, RunOutput.of(job.platform, job.name, job.number))
-        self._packed = job.pack()
+        self._packed = job.pack()  # first: a call that cannot be sent leaves no log folder behind
         # The ranks start later, and the caller may change its tensors meanwhile
         self._packed.block.copy_bytes()
+        super().__init__(job, machines, RunOutput.of(job.platform, job.name, job.number))
         self._history: list[str] = []
         # True from `preempt`, in any thread, until an attempt has told its ranks
         self._is_preempted = False

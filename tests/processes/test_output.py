@@ -15,7 +15,7 @@ import tracemalloc
 
 import pytest
 
-from parawrap import LaunchError, RankDiedError, current_rank, wrapper
+from parawrap import LaunchError, RankDiedError, UnsendableError, current_rank, wrapper
 from parawrap.processes.output import Printer, Transcript
 from tests.helpers.processes import ranks
 from tests.helpers.scripts import read_script
@@ -137,11 +137,13 @@ def test_unusable_log_is_named(tmp_path):
 
 
 def test_each_launch_has_its_log_folder(tmp_path, monkeypatch):
-    """``~`` is the home folder."""
+    """``~`` is the home folder. A call that cannot be sent makes no folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     launchable = wrapper(ranks(console_logs="~/a/b"))(
         lambda word: print(word, current_rank().global_rank)
     )
+    with pytest.raises(UnsendableError):
+        launchable(threading.Lock())
     launches = {word: launchable.submit(word) for word in ("one", "two")}
     for word, launch in launches.items():
         launch.results()

@@ -122,6 +122,8 @@ class BatchRun(Run):
     """
 
     def __init__(self, job: Job, folder: Folder) -> None:
+        # First: a call that cannot be sent leaves no log folder behind
+        folder.call.write_bytes(job.pack().block.to_bytes())
         super().__init__(job, RunOutput.of(job.platform, job.name, job.number))
         self._platform = job.platform
         self._folder = folder
@@ -133,7 +135,6 @@ class BatchRun(Run):
         self._start: JobStart  # the start that this run follows
         self._files: list[JobPaths]  # by rank
         self._taken: Counter[Path] = Counter()  # bytes of each file that the transcripts have
-        folder.call.write_bytes(job.pack().block.to_bytes())
 
     # -- any thread
 
