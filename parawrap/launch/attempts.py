@@ -44,6 +44,7 @@ class PoolRun(Run):
         self._settings = machines.settings()
         self._pool: Pool | None = None
         self._is_cancelled = False
+        self._queued_s = 0.0  # how long the attempts have waited for machines
 
     def cancel(self) -> None:
         # The flag first: the thread of the run reads it after it has set `_pool`
@@ -74,12 +75,14 @@ class PoolRun(Run):
 
         Args:
             restart: The number of earlier attempts.
-            deadline: When the time limit of the whole launch is over, by the monotonic clock. None
-                limits each call instead.
+            deadline: When the time limit of the whole launch is over, by the monotonic clock, if no
+                attempt waits for machines. None limits each call instead.
             stays: True if the ranks make more than one call.
         """
         platform = self.job.platform
+        opened_at = time.monotonic()
         with self._machines.open(lambda: self._is_cancelled) as hosts:
+            self._queued_s += time.monotonic() - opened_at
             if hosts is None:
                 yield None
                 return
@@ -89,7 +92,7 @@ class PoolRun(Run):
                 self._assignments(hosts, restart, stays=stays),
                 self.output.transcripts,
                 timeout_min=platform.timeout_min,
-                deadline=deadline,
+                deadline=None if deadline is None else deadline + self._queued_s,
                 hang_s=platform.hang_timeout_s,
             )
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -10,7 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, LaunchTimeoutError, current_rank, wrapper
-from parawrap.launch.attempts import requests_restart, summary_of_attempt
+from parawrap.launch import Job, Launch
+from parawrap.launch.attempts import Attempts, requests_restart, summary_of_attempt
+from parawrap.launch.machines import Machines
 from parawrap.processes.outcomes import Ended, Ending, Raised
 from tests.helpers.launches import wait_for_reports
 from tests.helpers.processes import failure_of, notes_of, ranks
@@ -73,6 +76,23 @@ def test_the_time_limit_of_restarts():
     )
     assert type(error) is LaunchTimeoutError
     assert "timeout_min" in str(error)
+
+
+def test_time_in_a_queue_does_not_count(monkeypatch):
+    """The time limit counts from the start of the ranks, after the wait for their machines."""
+
+    class Busy(Machines):
+        @contextlib.contextmanager
+        def open(self, is_cancelled):
+            clock = time.monotonic
+            monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
+            with super().open(is_cancelled) as hosts:
+                yield hosts
+
+    platform = ranks(timeout_min=10)
+    run = Attempts(Job(platform, len, ("word",)), Busy(platform))
+    run.start()
+    assert Launch(run).results() == (4, 4)
 
 
 def test_a_late_rank_is_the_cause_of_its_restart():
