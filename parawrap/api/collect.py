@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from parawrap.tree import replace_nodes
 
 
 @public
-def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
+def collect(model: torch.nn.Module, layers: Iterable[str]) -> torch.nn.Module:
     """Return a module that returns the outputs of layers of `model`, in the order of the rows.
 
     In a parallel block, a hook that stores outputs in a dictionary of the caller keeps the outputs
@@ -46,6 +46,7 @@ def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
     if isinstance(layers, str):
         msg = f"layers={layers!r} is one name. Give a sequence of names: [{layers!r}]"
         raise ShardError(msg)
+    layers = tuple(layers)  # read once: it may be an iterator
     # With duplicates, because a layer that is used under two names may be given by each
     known = dict(model.named_modules(remove_duplicate=False))
     for name in layers:
@@ -64,10 +65,10 @@ class _Collected(torch.nn.Module):
     Outside of a block, one thread calls it at a time: a hook sees the calls of all threads.
     """
 
-    def __init__(self, model: torch.nn.Module, layers: Sequence[str]) -> None:
+    def __init__(self, model: torch.nn.Module, layers: tuple[str, ...]) -> None:
         super().__init__()
         self.model = model
-        self.layers = tuple(layers)
+        self.layers = layers
         self.training = model.training  # `train()` would set the flags of all layers too
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

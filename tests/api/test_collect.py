@@ -49,6 +49,13 @@ def test_outputs_of_layers():
     ]
 
 
+def test_names_from_an_iterator():
+    """`layers` may be an iterator, such as a generator over the names of modules."""
+    model, x = Net(), torch.randn(9, 3)
+    features = collect(model, (name for name, _ in model.named_modules() if name == "first"))
+    assert_close(features(x), {"first": model.first(x)})
+
+
 def test_an_output_that_is_overwritten():
     """The output before ReLU(inplace=True) is kept, with its gradients, also in inference mode."""
     model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True)), torch.randn(9, 3)
