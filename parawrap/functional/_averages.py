@@ -14,8 +14,8 @@ def average_params_grads(module: nn.Module, params: bool = False, grads: bool = 
 
     The results are bit-identical on all ranks. Tensors of one dtype and device travel in one
     collective, as a copy. If only some ranks have a gradient for a parameter, the gradients of the
-    other ranks count as zeros, as in DistributedDataParallel. With one rank, the function does
-    nothing.
+    other ranks count as zeros, as in DistributedDataParallel. With one rank, or without a process
+    group (``ipc_groups=None``), the function does nothing.
 
     Args:
         module: A module with the same architecture on every rank.

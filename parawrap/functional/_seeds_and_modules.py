@@ -112,9 +112,9 @@ def to(
 ) -> nn.Module:
     """Move a module to this rank's device, and make it train with the other ranks.
 
-    With more than one rank, all ranks start with rank 0's parameters and buffers, and gradients are
-    averaged: the module is wrapped in DistributedDataParallel, unless no parameter requires
-    gradients.
+    With more than one rank, the module is wrapped in DistributedDataParallel: all ranks start with
+    rank 0's parameters and buffers, and gradients are averaged. It is only moved if no parameter
+    requires gradients, or if there is no process group (``ipc_groups=None``).
 
     On CUDA, batch normalization is synchronized between ranks. torch's SyncBatchNorm does not work
     on the CPU. Create the optimizer after this call.

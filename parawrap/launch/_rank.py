@@ -33,8 +33,8 @@ class Rank:
         device: The device for this rank's tensors. A GPU is already the current CUDA device.
         group: The process group of this rank: all ranks, or its group in ``Platform.ipc_groups``.
             None without a group.
-        platform: The launch's platform, without ``upon_finish`` and
-            ``slurm_additional_parameters``.
+        platform: The launch's platform. Where a launch has started this process, it lacks
+            ``upon_finish`` and ``slurm_additional_parameters``.
         restart: The number of earlier attempts.
         preemption: The state behind `should_checkpoint`.
 

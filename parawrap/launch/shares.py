@@ -51,8 +51,8 @@ def share_out(platform: PlatformFields, launches: int) -> list[Share]:
     if platform.device != Device.CPU:
         shares = _share_devices(platform)[:launches]
         platforms = [replace(platform, device_ids=devices) for devices in shares]
-        # None if a variable that was set since hides the devices. A launch then raises the error
-        # that names them
+        # Empty if a variable that was set since hides the devices: the launch then raises the error
+        # that names it
         platforms = platforms or [platform]
     number = len(platforms)
     count = max(1, usable_cores() // number)  # launches share cores if there are fewer

@@ -55,9 +55,8 @@ _POLL_S, _LONGEST_POLL_S = 1.0, 15.0
 _JOBS_PER_PAUSE = 20  # with more jobs, pauses are longer: one controller answers for all
 # A file written at the job's end may appear this much later on a network file system
 _FILE_DELAY_S = 5.0
-_TASK_EXIT_S = (
-    60.0  # until the tasks have exited; Slurm kills them after KillWait, usually 30 seconds
-)
+# Until the tasks have exited. Slurm kills them after KillWait, usually 30 seconds
+_TASK_EXIT_S = 60.0
 # Rank 0 looks for a request once per second, and the other ranks look once per second whether rank
 # 0 has passed one on. The rest is for a file system that shows new files late
 _STACKS_S = 5.0
