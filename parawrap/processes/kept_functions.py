@@ -161,10 +161,9 @@ class KeptCall:
         # A new function for each call: the user's code may keep it
         function = self._look_up() if self._unused is None else _copy_of(self._unused)
         notes = self._call["notes"]
-        main = dict(notes["main"])  # what `__main__` of the rank gets
-        for name, value in main.items():
-            if value is self._function:
-                main[name] = function
+        # `__main__` of the rank gets the function alone. Other names, such as that of a class in an
+        # annotation, may have got newer objects since
+        main = {name: function for name, each in notes["main"].items() if each is self._function}
         changed = {"the function": function, "args": args, "kwargs": kwargs}
         return {**self._call, **changed, "notes": {**notes, "main": main}}
 

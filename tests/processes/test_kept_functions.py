@@ -269,6 +269,19 @@ def test_name_that_is_bound_after_its_function(two, monkeypatch):
         assert two(space["function_without_name"]) == (1, 1)
 
 
+def test_class_in_an_annotation_that_is_defined_again(two, monkeypatch):
+    """A call does not replace the new class by the one that came with its function."""
+    main = vars(sys.modules["__main__"])
+    for name in ("Metrics", "measure"):
+        monkeypatch.setitem(main, name, None)
+    text = "class Metrics: value = 1\ndef measure() -> Metrics: return Metrics.value"
+    # Without the future import of this file, which makes annotations texts
+    exec(compile(text, "<cell>", "exec", dont_inherit=True), main)
+    assert [two(main["measure"]) for _ in range(3)] == [(1, 1)] * 3
+    exec("class Metrics: value = 2", main)
+    assert [two(main["measure"]) for _ in range(3)] == [(2, 2)] * 3
+
+
 def test_parts_say_which_defaults_have_names():
     def read(*values, **named):
         return values, named
