@@ -146,11 +146,12 @@ def _contents_of_cells(function: Any) -> list[Any]:
 class KeptCall:
     """A call without arguments, whose function stays in the rank.
 
-    `call` is the dict that `SentScript` packs. This object owns it.
+    `call` is the dict that `SentScript` packs.
     """
 
     def __init__(self, call: dict[str, Any]) -> None:
-        self._call = call
+        # Without the arguments: their memory would stay as long as the function
+        self._call = {**call, "args": (), "kwargs": {}}
         self._function = call["the function"]
         # A copy, which is made before the first run, and which no code of the user gets: the
         # function may change its own attributes. None for a function that the rank imports

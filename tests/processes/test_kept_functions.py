@@ -11,6 +11,7 @@ import types
 import weakref
 
 import pytest
+import torch
 
 from parawrap import Platform
 from parawrap.processes import kept_functions
@@ -219,6 +220,18 @@ def test_versions_of_a_function_are_freed():
         script.note_sent(packed)
         rank.take(packed.item, memoryview(bytearray(packed.block.to_bytes())))
     assert len(rank._kept) == 1
+
+
+def test_arguments_of_a_kept_function_are_freed():
+    """The ranks keep a function without the arguments of the call that brought it."""
+    script = SentScript(imports=True)
+    packed = script.pack_call(made(0), (torch.zeros(9),), {})
+    rank = ScriptOfRank()
+    _, args, _ = rank.take(packed.item, memoryview(bytearray(packed.block.to_bytes())))
+    is_alive = weakref.ref(*args)
+    del args
+    gc.collect()
+    assert is_alive() is None
 
 
 def test_ranks_keep_a_bounded_number(two, monkeypatch):
