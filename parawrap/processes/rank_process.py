@@ -268,7 +268,9 @@ class _CallLoop:
                 # A rank ends after a failed set-up, and after `sys.exit`
                 goes_on = goes_on and number != SET_UP and isinstance(outcome, Raised)
 
-        owned = self._script.changes() if self._assignment.stays else None
+        # Globals that a call brought which could not be unpickled were not assigned by a function
+        may_have_assigned = self._assignment.stays and self._has_loaded
+        owned = self._script.changes() if may_have_assigned else None
         with contextlib.suppress(Exception):
             flush_streams()  # before the answer, at which the pool reads the output
         answer = Answer(number, outcome, owned, count_operations(), self._has_loaded, item)

@@ -104,3 +104,14 @@ def test_a_call_that_relies_on_a_lost_call_is_refused():
         assert tuple(two(read)) == (1, 1)
         with pytest.raises(LookupError):
             launch.results()
+
+
+def test_globals_of_a_call_that_ranks_could_not_unpickle():
+    """They do not belong to the ranks: a later call brings them as they are then."""
+    globals_ = {"__name__": "a_script", "x": 1}
+    exec("def read(*_):\n    return x", globals_)
+    with ranks(2, ipc_groups=None).open() as two:
+        with pytest.raises(LookupError):
+            two(globals_["read"], OnlyHere())
+        globals_["x"] = 2
+        assert tuple(two(globals_["read"])) == (2, 2)
