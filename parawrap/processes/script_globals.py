@@ -539,7 +539,7 @@ class ScriptOfRank:
         """Set the globals of a `PackedCall`, and return its function and arguments."""
         # The call, from its block, or from the call that brought its function
         if isinstance(item, range):
-            call = restore(item, block)
+            call = self._read_call(item, block)
             for gone in call["gone"]:
                 self._kept.pop(gone, None)
             if call["key"] is not None:
@@ -560,7 +560,8 @@ class ScriptOfRank:
             if (space, name) not in self._owned:
                 _globals_of(space)[name] = call[label]
         for space, name in call["deleted"]:
-            _globals_of(space).pop(name, None)
+            if (space, name) not in self._owned:
+                _globals_of(space).pop(name, None)
         notes = call["notes"]
         main = vars(sys.modules[_MAIN])
         for name, value in notes["main"].items():
@@ -579,6 +580,20 @@ class ScriptOfRank:
         if "the object" in call:
             args = (call["the object"], *args)
         return call["the function"], args, call["kwargs"]
+
+    def _read_call(self, item: range, block: memoryview) -> dict[str, Any]:
+        """Unpickle a call. Its functions set their globals then, except those this rank owns."""
+        owned = [(_globals_of(space), name) for space, name in self._owned]
+        before = [globals_.get(name, ABSENT) for globals_, name in owned]
+        try:
+            call: dict[str, Any] = restore(item, block)
+        finally:
+            # The call brings a name that it also has here if it was packed before the launching
+            # process knew that a call before it assigns the name
+            for (globals_, name), value in zip(owned, before, strict=True):
+                if value is not ABSENT:
+                    globals_[name] = value
+        return call
 
     def changes(self) -> tuple[list[Name], list[Name]] | None:
         """Note and return the globals that functions have assigned and deleted since `take`.

@@ -79,6 +79,30 @@ def test_changes_of_globals_that_did_not_arrive():
         call(pack())
 
 
+def test_globals_that_a_call_before_assigned():
+    """A global belongs to the ranks from the end of the call that assigned it, also for calls that
+    were packed before.
+    """
+    globals_ = {"__name__": "a_script", "x": 0}
+    exec("def count():\n    global x\n    x += 1\n    return x", globals_)
+    script, rank = SentScript(imports=True), ScriptOfRank()
+
+    def call(packed):
+        function, args, kwargs = rank.take(packed.item, memoryview(packed.block.to_bytes()))
+        value = function(*args, **kwargs)
+        rank.changes()
+        return value
+
+    packed = []
+    for value in (0, 100):
+        globals_["x"] = value
+        packed.append(script.pack_call(globals_["count"], (), {}))
+        script.note_sent(packed[-1])
+    del globals_["x"]
+    packed.append(script.pack_call(globals_["count"], (), {}))
+    assert [call(each) for each in packed] == [1, 2, 3]
+
+
 class Waiting:
     """A value that is pickled once a launch has ended."""
 
