@@ -248,7 +248,10 @@ def _trim_tensors(value: Any) -> Any:
     """
     if reason_of_mode() is not None:
         return value  # the pickler refuses its tensors
-    leaves, spec = flatten(value)
+    try:
+        leaves, spec = flatten(value)
+    except RecursionError:  # a container that contains itself, which pickle supports
+        return value
     by_storage: dict[int, list[torch.Tensor]] = {}
     for leaf in leaves:
         if type(leaf) is not torch.Tensor or leaf.__dict__:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from parawrap.processes.packing import Packer, restore
 from tests.helpers.packing import sent
 
 DTYPES = [
@@ -146,3 +149,15 @@ def test_modules_are_sent_by_name():
     ]
     given = [torch.backends, *of_torch, *operators]
     assert all(got is each for got, each in zip(sent(given), given, strict=True))
+
+
+def test_container_that_contains_itself():
+    """It arrives in a message, whatever else it contains."""
+    for part in (1, Path("folder")):
+        node = {"part": part}
+        node["itself"] = node
+        packer = Packer()
+        item = packer.add(node, "value")
+        found = restore(item, memoryview(packer.to_bytes()))
+        assert found["itself"] is found
+        assert found["part"] == part
