@@ -341,6 +341,8 @@ class _Keeper:
                 break
             if not files:  # the server has ended, or dismisses this keeper
                 break
+            for file in files:
+                os.set_inheritable(file, False)  # else programs of the rank get copies
             self._keep(files)
         os._exit(0)
 

@@ -108,6 +108,16 @@ def test_omp_num_threads_holds(monkeypatch):
     assert wrapper(ranks(3))(count_threads)() == ({2},) * 3
 
 
+def test_programs_inherit_no_connections():
+    """They get the standard streams alone."""
+
+    def list_files():
+        return os.system("test $(exec ls /proc/self/fd | wc --words) = 4")  # `ls` opens the fourth
+
+    # Without groups, whose sockets belong to torch
+    assert wrapper(ranks(1, ipc_groups=None))(list_files)() == (0,)
+
+
 # -- prompts
 
 
