@@ -14,7 +14,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -341,7 +341,7 @@ class Ending:
         return not (are_raised and len(raised) == 1)
 
 
-def values_of(name: str, ending: Ending, ranks: Iterable[int], world_size: int) -> list[Any]:
+def values_of(name: str, ending: Ending, ranks: Sequence[int], world_size: int) -> list[Any]:
     """Return the value of each of these ranks.
 
     Raises:
@@ -351,27 +351,33 @@ def values_of(name: str, ending: Ending, ranks: Iterable[int], world_size: int) 
     if ending.cancelled:
         msg = f"the launch of {name} was cancelled: it has no results"
         raise LaunchCancelledError(msg)
-    if ending.timed_out or ending.deadlocked:
-        raise _error_with_stacks(name, ending)
     failed = first_failure(ending.outcomes)
-    if failed is not None:
+    unanswered = [each for each in ranks if not isinstance(ending.outcomes.get(each), Returned)]
+    error: BaseException | None = ending.error
+    if ending.timed_out or ending.deadlocked:
+        error = _error_with_stacks(name, ending)
+    elif failed is not None:
         error = error_of(failed, ending.outcomes, world_size, ending.places.get(failed, ""))
-        for attempt in ending.history:
-            add_note(error, attempt)
         if ending.lost:
             add_note(error, f"the ranks were ended: {ending.lost}")
+    elif error is None and unanswered:
+        error = LaunchError(
+            ending.lost or f"rank {unanswered[0]} of {name} ended without an answer"
+        )
+    if error is not None:
+        for note in ending.history:
+            add_note(error, note)
         raise error
-    if ending.error is not None:
-        raise ending.error
     values = []
     for rank in ranks:
-        outcome = ending.outcomes.get(rank)
-        if not isinstance(outcome, Returned):
-            raise LaunchError(ending.lost or f"rank {rank} of {name} ended without an answer")
+        outcome = ending.outcomes[rank]
+        assert isinstance(outcome, Returned)
         try:
             values.append(outcome.load())
-        except Exception as error:
-            add_note(error, f"raised while the result of rank {rank} of {world_size} was unpickled")
+        except Exception as reason:
+            add_note(
+                reason, f"raised while the result of rank {rank} of {world_size} was unpickled"
+            )
             raise
     return values
 
@@ -461,10 +467,7 @@ def _error_with_stacks(name: str, ending: Ending) -> LaunchError:
         f"{name} is deadlocked: {how} in torch.distributed. In a collective, every rank of the "
         f"group has to take part. Stacks of the waiting ranks:\n{stacks}"
     )
-    error = LaunchError(msg)
-    for note in ending.history:
-        add_note(error, note)
-    return error
+    return LaunchError(msg)
 
 
 def describe_lines(lines: Mapping[int, str]) -> str:

@@ -23,6 +23,7 @@ from parawrap.processes.outcomes import (
     first_failure,
     is_echo,
     outcome_of,
+    values_of,
 )
 from tests.helpers.processes import notes_of
 
@@ -72,6 +73,25 @@ def test_other_failures_are_noted():
     ).__notes__
     assert note.count("raised") == 8
     assert note.endswith("; and 11 more")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"outcomes": {0: raised(ValueError())}},
+        {"timed_out": "not done after timeout_min=1 minutes"},
+        {"deadlocked": True},
+        {"lost": "the process of rank 0 cannot be forked"},
+        {"error": OSError("too many open files")},
+    ],
+)
+def test_notes_of_attempts(how):
+    """Whatever ended the last attempt, its error says how those before ended."""
+    note = "attempt 0 failed: rank 0 raised KeyError: 1"
+    ending = Ending(**{"outcomes": {0: Ended(1)}, "history": [note], **how})
+    with pytest.raises(Exception) as caught:
+        values_of("train", ending, [0], 1)
+    assert note in notes_of(caught.value)
 
 
 @pytest.mark.parametrize(
