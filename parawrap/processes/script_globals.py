@@ -6,7 +6,8 @@ rules:
 
 1. A call brings a global that its functions use, if its name is bound to another object here than
    at the last call. It also brings a small list, dict, or set whose contents changed. A global that
-   was deleted here is deleted in the ranks.
+   was deleted here is deleted in the ranks. A global that a part of an object uses counts as used
+   by every function once the object was sent.
 2. A global that a function assigned in a rank belongs to the ranks. It is not sent again until a
    function deletes it there.
 3. Any other object that changed in place is not sent again.
@@ -78,6 +79,9 @@ _WRAPPED = ("func", "dispatcher", "args", "keywords", "__func__", "__self__", "f
 Name = tuple[str, str]
 """The key of a space, and a name in it. The key of ``__main__`` is its name."""
 
+_PlaceInScript = tuple[int, str]
+"""The id of the globals of a function here, and a name in them."""
+
 
 class PackedCall(NamedTuple):
     """A call that is ready to be sent, for `ScriptOfRank.take`.
@@ -88,6 +92,7 @@ class PackedCall(NamedTuple):
         block: The memory of the call.
         new: The globals that come with the call.
         deleted: Globals that it deletes in the ranks.
+        found: The globals among `new` that only its pickler has found, as in `SentScript`.
         kept: Its function, if the ranks keep the function from this call on, or have it already.
     """
 
@@ -95,6 +100,7 @@ class PackedCall(NamedTuple):
     block: Block
     new: Mapping[Name, Sent] = {}
     deleted: Sequence[Name] = ()
+    found: Mapping[_PlaceInScript, dict[str, Any]] = {}
     kept: KeptFunction | None = None
 
     @property
@@ -139,6 +145,9 @@ class SentScript:
         self._known: dict[int, _KnownSpace] = {}  # by the id of the dict
         self._sent: dict[Name, Sent] = {}
         self._owned: set[Name] = set()  # globals that functions of the ranks have assigned
+        # Globals that only the pickler has found, and the dicts that have them. They count as used
+        # by every function: the search does not open all objects, such as the parts of a trainer
+        self._found: dict[_PlaceInScript, dict[str, Any]] = {}
         self._kept = KeptFunctions()
         self._by_value = modules_of_user()  # at the last call
 
@@ -161,7 +170,7 @@ class SentScript:
         # The globals that the ranks lack, and those that they must delete
         new: dict[Name, Sent] = {}
         deleted: list[Name] = []
-        for name, value in self._globals_used_by(function):
+        for name, value in (*self._globals_used_by(function), *self._globals_found()):
             if value is ABSENT:
                 if name in self._sent and name not in self._owned:
                     deleted.append(name)
@@ -183,8 +192,9 @@ class SentScript:
                     return PackedCall((kept.key, *items), packer, kept=kept)
             kept = self._kept.make(function, parts)
 
-        packed = self._pack_all(function, args, kwargs, bound_to, new, deleted, kept)
-        return PackedCall(range(packed.size), packed, new, deleted, kept)
+        found: dict[_PlaceInScript, dict[str, Any]] = {}
+        packed = self._pack_all(function, args, kwargs, bound_to, new, found, deleted, kept)
+        return PackedCall(range(packed.size), packed, new, deleted, found, kept)
 
     def _pack_all(
         self,
@@ -193,10 +203,11 @@ class SentScript:
         kwargs: dict[str, Any],
         bound_to: tuple[Any, ...],
         new: dict[Name, Sent],
+        found: dict[_PlaceInScript, dict[str, Any]],
         deleted: list[Name],
         kept: KeptFunction | None,
     ) -> Packed:
-        """Pickle a call with its function. `new` gets the globals that the pickler finds."""
+        """Pickle a call with its function. `new` and `found` get the globals that it finds."""
         # If a part cannot be pickled, the error message names its key in this dict
         names: dict[str, Name] = {}  # of the globals, by their keys in `call`
         call: dict[str, Any] = {"names": names, "deleted": deleted}
@@ -215,7 +226,7 @@ class SentScript:
             "is_by_value": isinstance(function, types.FunctionType) and not goes_by_name(function),
             "notes": _Notes(),  # last: the pickler writes there what it has noticed of the others
         }
-        return pack(call, make_pickler=functools.partial(_CallPickler, self, new))
+        return pack(call, make_pickler=functools.partial(_CallPickler, self, new, found))
 
     def note_sent(self, call: PackedCall) -> None:
         """Note that a call was sent, or waits for its turn. Later calls do not bring its globals.
@@ -225,6 +236,7 @@ class SentScript:
         if call.kept is not None:
             self._kept.note(call.kept)
         self._sent.update(call.new)
+        self._found.update(call.found)
         for name in call.deleted:
             self._sent.pop(name, None)
 
@@ -291,6 +303,11 @@ class SentScript:
         if sent.value is not value:
             return True
         return sent.contents is not None and sent.contents.differ_from(value)
+
+    def _globals_found(self) -> Iterator[tuple[Name, Any]]:
+        """Yield the globals that only the pickler has found, like `_globals_used_by`."""
+        for (_, name), globals_ in self._found.items():
+            yield (self.space_of(globals_), name), globals_.get(name, ABSENT)
 
     def _globals_used_by(self, function: Any) -> Iterator[tuple[Name, Any]]:
         """Yield the globals that a function uses, and those of functions that travel with it.
@@ -459,11 +476,17 @@ class _CallPickler(ValuePickler):
     """Pickles a call. Functions that travel by value refer to their globals in the rank."""
 
     def __init__(
-        self, script: SentScript, new: dict[Name, Sent], stream: Any, buffers: list[memoryview]
+        self,
+        script: SentScript,
+        new: dict[Name, Sent],
+        found: dict[_PlaceInScript, dict[str, Any]],
+        stream: Any,
+        buffers: list[memoryview],
     ) -> None:
         super().__init__(stream, buffers)
         self._script = script
         self._new = new
+        self._found = found
         self._notes: dict[str, dict[str, Any]] = {"main": {}, "sources": {}}
 
     def reducer_override(self, obj: Any) -> Any:
@@ -489,9 +512,12 @@ class _CallPickler(ValuePickler):
         unknown = {}
         for name, value in slots["__globals__"].items():
             key = space, name
-            if key in self._new or self._script.must_send(key, value):
+            if key in self._new:
+                unknown[name] = value
+            elif self._script.must_send(key, value):
                 unknown[name] = value
                 self._new[key] = Sent(value, _contents_of(value))
+                self._found[id(function.__globals__), name] = function.__globals__
         slots["__globals__"] = unknown
 
     def _note(self, obj: Any) -> None:
