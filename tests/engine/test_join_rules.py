@@ -201,6 +201,17 @@ def test_trees_must_fit_the_output():
             {"out_dims": (0, 0)},
             "out_dims declares 2 items, and the output has 1 here",
         ),
+        # A dict has no positions: sorted by key, its parts would get each other's entries
+        (
+            ({"y": 1.0, "x": 2},) * 2,
+            {"reduce": ("mean", "sum")},
+            "reduce declares a tuple, and the output has the keys ['x', 'y'] here",
+        ),
+        (
+            (Output(rows(3)[0], 3), Output(rows(1)[0], 3)),
+            {"out_dims": (0, 0)},
+            "out_dims declares a tuple, and the output has the keys ['logits', 'loss'] here",
+        ),
         (
             (rows(3), rows(1)),
             {"out_dims": {0: 0}},
