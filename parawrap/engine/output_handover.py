@@ -86,7 +86,9 @@ def _hand_over_leaf(value: Any, replica: Replica) -> Any:
             replica.is_in_output = True
         # A layer alone is no reason for a copy, which would hold the same layer
         if not is_layer and not has_parts_of_lane:
-            has_parts_of_lane = replica.owns(each)
+            # A view of a buffer is no object of the replica, but later calls write its memory
+            is_view = isinstance(each, torch.Tensor) and replica.shares_memory(each)
+            has_parts_of_lane = is_view or replica.owns(each)
     return _copy_object(value, reached, replica) if has_parts_of_lane else value
 
 

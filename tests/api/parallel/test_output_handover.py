@@ -146,6 +146,21 @@ def test_kept_outputs_of_cut_calls():
     assert_same([table for _, table in outputs], [torch.ones(3, 2)] * 2)
 
 
+@put_back
+@torch.no_grad()
+def test_views_in_objects():
+    """An object with a view of a buffer stays as it is when a later call writes the buffer."""
+
+    def forward(model, x):
+        if x.any():
+            model.table.add_(1)
+        return Holder(model.table.view(-1))
+
+    with parallel(Stateful(forward, {"table": torch.zeros(2, 2)}).eval(), ["cpu"]) as p:
+        outputs = [p.submit(x).result() for x in (torch.zeros(2), torch.ones(2))]
+    assert [output.table.tolist() for output in outputs] == [[0] * 4, [1] * 4]
+
+
 @torch.no_grad()
 def test_parts_of_the_model_are_its_own():
     """A parameter is the model's own object, a buffer is copied, and a layer is refused."""
