@@ -149,7 +149,7 @@ def _settle_entries(
                 names[name] = None
             elif _is_real_change(change.before, change.now) and not _is_computed(place, key):
                 names[name] = None
-                written_attributes[place.module_path] = name
+                written_attributes[possible_writes.survey.module_path_of(place)] = name
     return written_attributes
 
 

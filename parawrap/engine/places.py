@@ -79,17 +79,6 @@ class Place(NamedTuple):
             return f"{self.path}.{self.kind}[{key!r}]".lstrip(".")
         return f"{self.path}.{key}".lstrip(".")
 
-    @property
-    def module_path(self) -> str:
-        """The path of the module that the container belongs to."""
-        # The names of tables begin with an underscore
-        if self.kind == "vars" or self.kind.startswith("_"):
-            return self.path
-        # The path ends with an attribute of the module, and with keys inside the attribute
-        attribute, _, _ = self.path.partition("[")
-        module, _, _ = attribute.rpartition(".")
-        return module
-
     def container(self, owner: Any) -> Any:
         """Return the container of the owner, or of a copy of it."""
         match self.kind:

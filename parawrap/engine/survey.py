@@ -231,6 +231,15 @@ class Survey:
         holders = self.holders.get(id(tensor), ())
         return [holder.place for holder in holders if holder is not None]
 
+    def module_path_of(self, place: Place) -> str:
+        """Return the path of the module that a container belongs to, also inside its attributes."""
+        paths_of_modules = {self.paths[id(module)] for module in self.modules}
+        path = place.path
+        while path and path not in paths_of_modules:
+            last_step = max(path.rfind("."), path.rfind("["), 0)
+            path = path[:last_step]
+        return path
+
     def is_buffer(self, tensor: torch.Tensor) -> bool:
         """True for a buffer of a module."""
         return id(tensor) in self._buffers

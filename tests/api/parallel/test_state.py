@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -175,6 +176,12 @@ def average(self, x):
     return x - self.total / self.rows
 
 
+def average_of_held(self, x):
+    self.total.add_(x.sum())
+    self.held.deep.rows += len(x)
+    return x - self.total / self.held.deep.rows
+
+
 @torch.no_grad()
 def test_training_refuses_halves():
     """A module writes a buffer in place and an attribute.
@@ -187,6 +194,15 @@ def test_training_refuses_halves():
             with pytest.raises(ReplicaError, match=r"rows.*buffer"):
                 model(x)
     assert (layer.total, layer.rows) == (0, 0)
+    # The attribute may be that of an object in the module
+    held = types.SimpleNamespace(deep=types.SimpleNamespace(rows=0))
+    layer = Stateful(average_of_held, {"total": torch.zeros(())}, held=held)
+    with (
+        parallel(model := nn.Sequential(layer), TWO, out_dims=0),
+        pytest.raises(ReplicaError, match=r"held\.deep\.rows.*buffer"),
+    ):
+        model(x)
+    assert (layer.total, held.deep.rows) == (0, 0)
     layer = Stateful(average, {"total": torch.zeros(()), "rows": torch.zeros(())})
     with parallel(model := nn.Sequential(layer), TWO, out_dims=0):
         for calls in (1, 2):
