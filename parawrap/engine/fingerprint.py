@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime as dt
+import enum
 import hashlib
+import numbers
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from dataclasses import is_dataclass
 from functools import partial
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import torch
 
+from parawrap.engine.columns import is_array
 from parawrap.engine.join_rules import JoinRules
 from parawrap.tree import PLAIN, UNDECLARED, tensors_in
 
@@ -29,6 +37,24 @@ _CHUNK = 1 << 18
 _PERIOD = 2039
 _DIGEST_BYTES = 16  # enough to distinguish models, and short in a file
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
+# Values with a repr that is the same in every process
+_VALUES = (
+    *PLAIN,
+    numbers.Number,
+    enum.Enum,
+    PurePath,
+    range,
+    slice,
+    dt.date,
+    dt.time,
+    dt.timedelta,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+# Their attributes are data. An attribute of any other object may be a cache
+_RECORDS = (types.SimpleNamespace, argparse.Namespace)
 
 
 def fingerprint_of(target: Any, rules: JoinRules) -> Fingerprint:
@@ -96,7 +122,7 @@ def _find_parts(target: Any) -> Iterator[tuple[str, Any]]:
     while waiting:
         place, value, is_argument = waiting.popleft()
         # Plain values are not marked as seen: Python may have one object for two equal numbers
-        if isinstance(value, (torch.Tensor, *PLAIN)):
+        if isinstance(value, (torch.Tensor, *_VALUES)) or is_array(value):
             if is_argument:
                 yield place, value
             continue
@@ -109,14 +135,14 @@ def _find_parts(target: Any) -> Iterator[tuple[str, Any]]:
         if is_argument and isinstance(value, _NAMED):
             yield place, f"{value.__module__}.{value.__qualname__}"
         # `build(load_model, ...)` is a tuple of a function and its arguments
-        has_arguments = is_argument or value is target
-        waiting += _parts_of(value, place, has_arguments=has_arguments)
+        is_built = value is target and isinstance(value, tuple)
+        waiting += _parts_of(value, place, has_arguments=is_argument or is_built)
 
 
 def _parts_of(value: Any, place: str, *, has_arguments: bool) -> Iterator[_Part]:
     """Yield the parts of an object that may be called.
 
-    With `has_arguments`, the items of a container are arguments.
+    With `has_arguments`, the items of a container and the fields of a dataclass are arguments.
     """
     if isinstance(value, partial):
         yield _Part(f"{place}.func", value.func)
@@ -135,10 +161,14 @@ def _parts_of(value: Any, place: str, *, has_arguments: bool) -> Iterator[_Part]
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
             yield _Part(f"{place}[{key!r}]", item, has_arguments)
+    elif isinstance(value, AbstractSet):
+        for index, item in enumerate(sorted(value, key=repr)):  # a set has no order
+            yield _Part(f"{place}[{index}]", item, has_arguments)
     elif not isinstance(value, (types.ModuleType, *_NAMED)):
         # An object that is called, such as a pipeline, may hold the model as an attribute
+        is_record = is_dataclass(value) or isinstance(value, _RECORDS)
         for name, attribute in _attributes_of(value):
-            yield _Part(f"{place}.{name}", attribute)
+            yield _Part(f"{place}.{name}", attribute, has_arguments and is_record)
 
 
 def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
@@ -164,6 +194,9 @@ def _encode(value: Any) -> bytes:
 def _describe_value(value: Any) -> bytes:
     """Return bytes for a value: its repr, or the form and the sums of a tensor."""
     name = type(value).__name__
+    if is_array(value):  # its repr leaves out most of many items, and its bytes may be addresses
+        content = value.tolist() if value.dtype.hasobject else value.tobytes()
+        return _encode((name, value.shape, value.dtype.str, content))
     if not isinstance(value, torch.Tensor):
         return _encode((name, value))
     inner = getattr(value, "__tensor_flatten__", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import json
 import math
 import os
@@ -10,18 +11,23 @@ import random
 import re
 import stat
 import threading
+import typing
 import uuid
 from array import array
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial, reduce
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from parawrap import ResumeError, ShardError, parallel
+from parawrap import ResumeError, ShardError, build, parallel
+from parawrap.engine.fingerprint import fingerprint_of
+from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.resume import digest_value
 from tests.helpers.processes import run_script, running_script
 from tests.helpers.scripts import read_script
@@ -361,6 +367,43 @@ def test_arguments_of_a_partial_count(tmp_path):
         run(folder, batches(2), partial(double, by=copy.deepcopy(by)))
         with pytest.raises(ResumeError, match="other weights"):
             run(folder, batches(2), partial(double, by=3))
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclass
+class Settings:
+    size: int
+    more: typing.Any = None
+
+
+@pytest.mark.parametrize(
+    ("argument", "other"),
+    [
+        (Path("small.pt"), Path("large.pt")),
+        (torch.float16, torch.float32),
+        (Color.RED, Color.BLUE),
+        (np.zeros(9000), np.eye(1, 9000, 4500)[0]),
+        (np.float32(1), np.float32(2)),
+        ({"a", "b", "c"}, {"a", "b", "d"}),
+        (Settings(1), Settings(2)),
+        (Settings(1, [Path("a")]), Settings(1, [Path("b")])),
+        (SimpleNamespace(size=1), SimpleNamespace(size=2)),
+    ],
+    ids=str,
+)
+def test_values_among_arguments_count(argument, other):
+    """An argument of a partial or of `build` may name the weights, or the size of the model."""
+    for make in (partial, build):
+        first, second = (
+            fingerprint_of(make(dict, value), JoinRules())
+            for value in (argument, copy.deepcopy(argument))
+        )
+        assert first == second
+        assert fingerprint_of(make(dict, other), JoinRules()) != first
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
