@@ -142,12 +142,14 @@ class OutputPlace:
         if not self.is_proven or self.dims_with_rows():
             return None
         found = []
-        for dim in range(min(len(part.shape) for part in self.column)):
+        fewest_dims = min(len(part.shape) for part in self.column)
+        for dim in range(fewest_dims):
             entries = self.count_per_row(dim)
             if entries is not None:
                 found.append(OtherDim(dim, entries))
-        # Of several such dims, the sizes do not say which has the rows
-        if len(found) != 1 or found[0].dim == row_dim:
+        # Of several such dims, the sizes do not say which has the rows. A negative `row_dim` counts
+        # from the end
+        if len(found) != 1 or found[0].dim in (row_dim, row_dim + fewest_dims):
             return None
         return found[0]
 

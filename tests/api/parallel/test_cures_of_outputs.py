@@ -272,6 +272,12 @@ def test_entries_on_another_dim():
     assert_same(eval(code, {"torch": torch, "outputs": outputs}), patches(X)["last_hidden_state"])
 
 
+@pytest.mark.parametrize("dim", [1, -1])
+def test_several_entries_on_the_dim_of_rows(dim):
+    with says(r'Use out_dims="ragged"'):
+        call(lambda x: x.repeat_interleave(2, 1), X.T, dim=dim)
+
+
 def test_calls_can_do_without_caches():
     """The error of a cache that lanes cannot join says that the call can do without it."""
     message = r"use_cache=False in the call"
