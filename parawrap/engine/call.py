@@ -58,7 +58,7 @@ from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lane_errors import note_fixed_devices, raise_first_failure
 from parawrap.engine.lanes import Lanes, Turns, here
-from parawrap.engine.output_handover import hand_over
+from parawrap.engine.output_handover import hand_over, hand_over_joined
 from parawrap.engine.placed_call import PlacedCall
 from parawrap.engine.replicas import CopiesOfParts, CopyOptions, Replicas
 from parawrap.engine.trace import Recorder, record_call
@@ -373,8 +373,7 @@ class Calls:
             if rules.join == "list" and is_per_lane:
                 output = [*map(hand_over, output, used)]  # an item per lane, each of its replica
             elif not is_new:
-                # It is an object that all lanes returned, so it is in lane 0's replica too
-                output = hand_over(output, used[0])
+                output = hand_over_joined(output, outputs, used)
 
         # Settle: the writes of forward reach the model and the arguments, or are refused
         if may_write:

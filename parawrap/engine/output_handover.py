@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import is_
 from typing import Any
 
@@ -57,6 +57,24 @@ def hand_over(output: Any, replica: Replica) -> Any:
         return value_of.get(id(leaf))
 
     return replace_parts(output, find_value, must_copy=replica.owns)
+
+
+def hand_over_joined(output: Any, of_lanes: Sequence[Any], replicas: Sequence[Replica]) -> Any:
+    """Return an output that was joined from those of the lanes, as `hand_over` does.
+
+    Raises:
+        GatherError: As for `hand_over`.
+    """
+    # An object that all lanes returned is in lane 0's replica too
+    output = hand_over(output, replicas[0])
+    # Items of lists come from each lane, and make the joined list longer than that of lane 0. The
+    # parts of a registered object come from each lane too
+    leaves, spec = flatten(output)
+    has_items = spec != flatten(of_lanes[0])[1]
+    if has_items or any(isinstance(leaf, WholeLeaf) for leaf in leaves):
+        for replica in replicas[1:]:
+            output = hand_over(output, replica)
+    return output
 
 
 def _hand_over_tensor(tensor: torch.Tensor, replica: Replica) -> torch.Tensor:

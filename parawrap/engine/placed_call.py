@@ -21,7 +21,7 @@ from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lanes import without_autocast
 from parawrap.engine.lent_containers import Path
-from parawrap.engine.output_handover import hand_over
+from parawrap.engine.output_handover import hand_over_joined
 from parawrap.engine.replica import Replica
 from parawrap.tree import flatten
 
@@ -105,8 +105,7 @@ class PlacedCall:
             record_use(flatten(values)[0])
         rules = rules_of_entries(self._rules, place, key)
         joined = join(values, self.plan.sizes, rules, self.device, self._find_originals)
-        # If it is not new, all lanes have put this object there, so it is in lane 0's replica too
-        return hand_over(joined, self._replicas[0])
+        return hand_over_joined(joined, values, self._replicas)
 
     def _find_originals(self) -> Sequence[Callable[[Any], Any]]:
         """Return one function per part. It takes a value of the lane, and returns its origin.

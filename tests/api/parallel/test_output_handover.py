@@ -148,6 +148,29 @@ def test_kept_outputs_of_cut_calls():
 
 @put_back
 @torch.no_grad()
+def test_items_of_all_lanes():
+    """The items of a joined list are copies too, whichever lane has made them."""
+
+    def forward(model, batch):
+        if batch["x"].any():
+            model.table.add_(1)
+            model.found["y"] = 1
+        items = [(model.table, model.found, Holder(model.found)) for _ in batch["x"]]
+        batch["items"] = [*items]
+        return items
+
+    model = Stateful(forward, {"table": torch.zeros(2)}, found={"y": 0}).eval()
+    with parallel(model, TWO):
+        outputs = []
+        for x in (torch.zeros(5, 2), torch.ones(5, 2)):
+            outputs += [model(batch := {"x": x}), batch["items"]]
+    for items, value in zip(outputs, (0, 0, 1, 1), strict=True):
+        found = [(table.tolist(), found, values(holder)) for table, found, holder in items]
+        assert found == [([value] * 2, {"y": value}, {"y": value})] * 5
+
+
+@put_back
+@torch.no_grad()
 def test_views_in_objects():
     """An object with a view of a buffer stays as it is when a later call writes the buffer."""
 
