@@ -68,9 +68,9 @@ No other step is Ellipsis, unless a dict has this key."""
 # is None
 _ITEMS_OF_ROWS = "_encodings"
 
-# Each class is examined when it is first met. From then on it is in one of the first two sets, for
-# good, because classes are few and long-lived. The sets are written with the lock held, and may be
-# read without it: a look-up in a set is one step of Python
+# Each class is examined when it is first met. From then on it is in `_known_leaves` or in `_nodes`,
+# for good, because classes are few and long-lived. The sets are written with the lock held, and may
+# be read without it: a look-up in a set is one step of Python
 _known_leaves: set[type] = {torch.Tensor, torch.nn.Parameter, torch.Size, *PLAIN}
 _nodes: set[type] = set()  # registered with optree
 _whole: set[type] = set()  # of the nodes, those that are kept whole

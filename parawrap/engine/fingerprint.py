@@ -29,8 +29,9 @@ Fingerprint = dict[str, str]
 FindFingerprint = Callable[[], Fingerprint]
 """Returns the fingerprint of a target as it is now."""
 
-# Values per sum. Sums of 2**18 products of 32 and 11 bits fit in 63 bits, so no sum overflows.
-# Chunks of 2 MiB stay in the cache of a processor
+# Values per sum. A product of a value of 32 bits and a factor of 11 bits has at most 43 bits, and a
+# sum of 2**18 products at most 61, so no int64 overflows. Chunks of 2 MiB stay in the cache of a
+# processor
 _CHUNK = 1 << 18
 # The factors by position count to this number, which has 11 bits. It is a prime: values that change
 # places get other factors, unless the distance is a multiple of it

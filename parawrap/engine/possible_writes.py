@@ -62,7 +62,7 @@ class PossibleWrites:
 
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
-        # Both are written by calls. Nothing else changes after this function
+        # Calls write these two. No other attribute changes after `__init__`
         self.watched_plans: set[Any] = set()
         self.watched_whole_call = False
         self.trains = any(module.training for module in survey.modules)
