@@ -329,6 +329,9 @@ class Calls:
             moments = self._read_moments(flat.leaves, len(sizes))
 
         # Apply
+        if may_write:  # until the look below, which an interrupt may leave out
+            for replica in used:
+                replica.is_dirty = True
         if grad or brings_code:  # a graph, an argument, or a hook may keep tensors of a lane
             for replica in used:
                 replica.are_tensors_held = True
@@ -547,16 +550,17 @@ class Calls:
                 return [Calls.run_plainly(self, entry, part, named) for part, named in calls]
             used = state.replicas[: len(args)]
             versions = [*map(version_of, state.params)]
+            grad = torch.is_grad_enabled()
             tasks = []
             for replica, part, named in zip(used, args, kwargs, strict=True):
                 tasks.append(partial(entry.of(replica.target), *part, **named))
                 replica.are_tensors_held = True  # a graph, an argument, or a hook may keep them
-            try:
-                outputs = self.apply(tasks, flatten((list(args), list(kwargs)))[0])
-            finally:
-                for replica in used:
-                    replica.is_dirty = not replica.snapshot.is_same()
-                    replica.has_graph = replica.has_graph or torch.is_grad_enabled()
+                replica.has_graph = replica.has_graph or grad
+                # Also after an error or an interrupt, after which parts may still run
+                replica.is_dirty = True
+            outputs = self.apply(tasks, flatten((list(args), list(kwargs)))[0])
+            for replica in used:
+                replica.is_dirty = not replica.snapshot.is_same()
             replicas.settle_call(used, versions)
             return [*map(hand_over, outputs, used)]
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import parallel
+from parawrap import DataParallel, parallel
 from parawrap.engine.lanes import CallParts, Lanes, here
+from parawrap.engine.model_state import Snapshot
 from tests.helpers.interrupts import moments_of
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -101,6 +103,41 @@ put_back = pytest.mark.filterwarnings("ignore:the model wrote", "ignore:parallel
 def test_interrupted_calls(kind):
     """The next calls of this thread and of another one are right."""
     check_calls(kind, STEP)
+
+
+@put_back
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["block", "DataParallel"])
+def test_an_interrupt_after_forward(kind, monkeypatch):
+    """What forward left in the lanes is put back, also if Ctrl-C comes before the look at it."""
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.count = 0
+
+        def forward(self, x):
+            self.count += 1
+            at_end()
+            return x * self.count
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    def interrupt_next_look():
+        monkeypatch.setattr(Snapshot, "is_same", interrupt)
+
+    at_end = interrupt_next_look
+    model = Counts().eval()
+    is_block = kind == "block"
+    owner = parallel(model, THREE, out_dims=0) if is_block else DataParallel(model, THREE)
+    net = model if is_block else owner
+    with owner if is_block else closing(owner):
+        with pytest.raises(KeyboardInterrupt):
+            net(X)
+        monkeypatch.undo()
+        at_end = lambda: None  # noqa: E731  # the name that forward calls
+        assert_close(net(X), X)
 
 
 def test_an_interrupt_after_an_error():
