@@ -111,9 +111,10 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         in_dims: Exceptions to `dim` by parameter name: another dim, None for a value that every
             lane gets whole, or "items" for a sequence with one item per row. For a list without
             tensors, 0 means the same as "items". A dict, tuple, or dataclass of these declares the
-            parts of an argument: ``{"batch": {"mask": None}}``. A tuple for ``*args`` has one entry
-            per argument that they collect. Name a tensor that has as many rows
-            as the batch by chance: ``{"weights": None}``.
+            parts of an argument: ``{"batch": {"mask": None}}``. A dict may name some items of a
+            list or tuple by index. A tuple for ``*args`` has one entry per argument that they
+            collect. Name a tensor that has as many rows as the batch by chance:
+            ``{"weights": None}``.
         out_dims: The dim of outputs that the rows lie on. None is a value that is the same in every
             lane, "items" a list with one item per row, and "ragged" any number of rows in order.
             Give a tuple, dict, or dataclass of these to match a nested output: an LSTM has

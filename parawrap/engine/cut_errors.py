@@ -94,11 +94,11 @@ def refuse_disagreement(
     for entries in cures:
         places = _join_places(entries)
         such_as = "" if entries is whole else ", such as a dict of parameters"
-        cure = declarations.write_cure(entries)
+        cure = declarations.write_cure(entries, flat.spec.paths())
         msg += f"To give {places} whole to every lane{such_as}, use {cure}. "
 
     # Other meanings of the values, and their cures
-    msg += _say_other_dims(declarations, refused, batch)
+    msg += _say_other_dims(declarations, flat, refused, batch)
     msg += _say_items(declarations, flat, whole, batch)
     msg += _say_multiples(leaves, batch)
     msg += (
@@ -128,7 +128,10 @@ def _guess_batch(leaves: Sequence[_LeafWithRows]) -> int:
 
 
 def _say_other_dims(
-    declarations: InDims, refused: Mapping[Path, Sequence[_LeafWithRows]], batch: int
+    declarations: InDims,
+    flat: FlatCall,
+    refused: Mapping[Path, Sequence[_LeafWithRows]],
+    batch: int,
 ) -> str:
     """Return the `in_dims` that cut values on another dim, if one other dim has the rows.
 
@@ -146,7 +149,7 @@ def _say_other_dims(
     if not by_dim:
         return ""
     named = " and ".join(f"dim {dim}" for dim in sorted(set(by_dim.values())))
-    cure = declarations.write_cure(whole | by_dim)
+    cure = declarations.write_cure(whole | by_dim, flat.spec.paths())
     return f"If the rows of {_join_places(by_dim)} lie on {named}, use {cure}. "
 
 
@@ -174,7 +177,7 @@ def _say_items(declarations: InDims, flat: FlatCall, whole: Entries, batch: int)
     if not by_item:
         return ""
     has = "has" if len(by_item) == 1 else "have"
-    cure = declarations.write_cure(whole | by_item)
+    cure = declarations.write_cure(whole | by_item, paths)
     return f"If {_join_places(by_item)} {has} one item per row, use {cure}. "
 
 
@@ -222,7 +225,7 @@ def refuse_attributes(declarations: InDims, flat: FlatCall, cut: Sequence[int]) 
             registrations.add(registration_of(type(leaf)))
     if not whole:
         return
-    cure = declarations.write_cure(whole)
+    cure = declarations.write_cure(whole, paths)
     msg = (
         f"the parts of a cut tensor lose attributes of its own ({', '.join(names)}), as of "
         f"{_join_places(whole)}. Use {' and '.join(sorted(registrations))} to cut them too, pass "
@@ -295,9 +298,10 @@ def refuse_unclear(
     it = "it" if len(found) == 1 else "them"
     whole: Entries = {each.path: None for each in found}
     by_item: Entries = {each.path: "items" if each.may_be_items else None for each in found}
-    cures = f"{declarations.write_cure(whole)} gives {it} whole to every lane"
+    paths = flat.spec.paths()
+    cures = f"{declarations.write_cure(whole, paths)} gives {it} whole to every lane"
     if by_item != whole:
-        cures = f"{declarations.write_cure(by_item)} cuts {it} by item, and {cures}"
+        cures = f"{declarations.write_cure(by_item, paths)} cuts {it} by item, and {cures}"
     said = "; ".join(each.description for each in found[:_MOST_LISTED])
     msg = f"{said}. {cures}"
     raise ShardError(msg)
@@ -311,11 +315,12 @@ def _find_objects(
         place = address_in_call(path)
         is_a = f"{place} is a {type(leaf).__name__}"
         if extent <= ARRAY and is_strict:
-            description = (
-                f"{place} is an array with {ARRAY - extent} rows, and the batch has {rows}. Pass "
-                "torch.from_numpy(...) of it"
-            )
-            yield _Unclear(path, description, may_be_items=True)
+            length = ARRAY - extent
+            fits = length in (1, rows)  # one item is the same for every row
+            description = f"{place} is an array with {length} rows, and the batch has {rows}"
+            if fits:
+                description += ". Pass torch.from_numpy(...) of it"
+            yield _Unclear(path, description, may_be_items=fits)
         if extent != OBJECT:
             continue
         has_tensors = any(True for _ in tensors_in(leaf))
@@ -342,7 +347,8 @@ def _find_objects(
             description = (
                 f"{is_a}, which may have one item per row, or a state that each lane would change"
             )
-            yield _Unclear(path, description, may_be_items=has_items(leaf))
+            fits = has_items(leaf) and len(leaf) in (1, rows)
+            yield _Unclear(path, description, may_be_items=fits)
 
 
 def _find_sequences(
@@ -366,12 +372,15 @@ def _find_sequences(
     if is_unclear and declarations.find(path) is UNDECLARED:
         assert kind is not None  # which only a leaf has
         has = "with tensors of one row" if 1 in extents else "without a tensor"
+        fits = items in (1, rows)  # one item is the same for every row
+        why = "each lane would get its own copy"
+        if fits:
+            why = "it may have one item per row or be one value for all rows"
         description = (
             f"{address_in_call(path)} is a {kind.__name__} of {items} items {has}, "
-            f"and the batch has {rows} rows: it may have one item per row or be one value for all "
-            "rows"
+            f"and the batch has {rows} rows: {why}"
         )
-        yield _Unclear(path, description, may_be_items=True)
+        yield _Unclear(path, description, may_be_items=fits)
     start = 0  # the leaves of the children follow each other
     for entry, child in zip(node.entries(), node.children(), strict=True):
         end = start + child.num_leaves

@@ -13,6 +13,7 @@ from parawrap.engine.columns import write_code
 from parawrap.engine.flat_call import address_in_call, has_items
 from parawrap.errors import ShardError
 from parawrap.tree import (
+    INSIDE,
     UNDECLARED,
     Fields,
     WholeLeaf,
@@ -29,8 +30,8 @@ InDim = int | Literal["items"] | None | Mapping[Any, Any] | tuple[Any, ...] | li
 """Where the rows of an argument lie.
 
 It is a dim, "items" (one item per row), or None (every lane gets the argument whole). A dict,
-tuple, or dataclass of these declares the parts of an argument. A tuple for ``*args`` has one entry
-per argument that they collect."""
+tuple, or dataclass of these declares the parts of an argument. A dict may name some items of a list
+or tuple by index. A tuple for ``*args`` has one entry per argument that they collect."""
 
 
 class Parameters:
@@ -171,11 +172,17 @@ class InDims:
             return str(key)
         return None if self.parameters is None else self.parameters.name_of_positional(key)
 
-    def write_cure(self, entries: Mapping[tuple[Any, ...], str | int | None]) -> str:
-        """Return the `in_dims` with these entries for the values at these paths.
+    def write_cure(
+        self,
+        entries: Mapping[tuple[Any, ...], str | int | None],
+        paths: Sequence[tuple[Any, ...]],
+    ) -> str:
+        """Return the `in_dims` with these entries for the values at the keys, which are paths.
 
-        An entry of None gives the value whole to every lane. Other entries of the user stay. If a
-        path has an index or another key that is not a text, the entry is for the whole argument.
+        An entry of None gives the value whole to every lane. Other entries of the user stay: if one
+        holds for all parts of an argument, each other part gets it. So `paths` lead to all leaves
+        of the call. If a path has a key that is neither a text nor an index, the entry is for the
+        whole argument.
         """
         cure: dict[Any, Any] = dict(self.in_dims)
         without_name: dict[str, None] = {}  # addresses, each once
@@ -185,11 +192,13 @@ class InDims:
                 place = address_in_call(path[:2])
                 without_name[place] = None
                 name = f"name of {place}"
-            # Without keys, the entry is for the whole argument
-            keys = [*path[2:]] if all(isinstance(key, str) for key in path[2:]) else []
+            keys = [key for key in path[2:] if key is not INSIDE]
+            if not all(isinstance(key, (str, int)) for key in keys):
+                keys = []  # the entry is for the whole argument
+            below = [other[2:] for other in paths if other[:2] == path[:2]]
             rest = self._position_in_rest(path)
             if rest is None:
-                cure[name] = _with_entry(cure.get(name), keys, entry)
+                cure[name] = _with_entry(cure.get(name), keys, entry, below)
                 continue
             # One entry for all arguments of ``*args`` becomes one for each
             given = cure.get(name, self.dim)
@@ -197,7 +206,7 @@ class InDims:
             of_each = [*given] if isinstance(given, tuple) else [given] * count
             while len(of_each) < count:
                 of_each.append(self.dim)
-            of_each[rest] = _with_entry(of_each[rest], keys, entry)
+            of_each[rest] = _with_entry(of_each[rest], keys, entry, below)
             cure[name] = tuple(of_each)
         written = f"{self.option}={write_code(cure)}"
         if without_name:
@@ -205,14 +214,27 @@ class InDims:
         return written
 
 
-def _with_entry(given: Any, keys: Sequence[str], entry: Any) -> Any:
-    """Return the entry of an argument with `entry` at these keys. `given` is not written."""
+def _with_entry(
+    given: Any, keys: Sequence[Any], entry: Any, below: Sequence[tuple[Any, ...]]
+) -> Any:
+    """Return the entry of a value with `entry` at these keys. `given` is not written.
+
+    The paths `below` lead from the value to its leaves.
+    """
     if not keys:
         return entry
-    first, *below = keys
-    # A copy: the dict belongs to the options of the block
-    entries = dict(given) if isinstance(given, dict) else {}
-    entries[first] = _with_entry(entries.get(first), below, entry)
+    first, *rest = keys
+    # New dicts: `given` belongs to the options of the block
+    if isinstance(given, dict):
+        entries = dict(given)
+    elif isinstance(given, tuple):
+        entries = dict(enumerate(given))
+    elif given is None:  # not declared: a value that goes whole needs no cure
+        entries = {}
+    else:  # one entry for all parts
+        entries = {path[0]: given for path in below}
+    below_first = [path[1:] for path in below if path[0] == first]
+    entries[first] = _with_entry(entries.get(first), rest, entry, below_first)
     return entries
 
 

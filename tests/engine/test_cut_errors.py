@@ -4,6 +4,8 @@ that settle it.
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 
@@ -63,6 +65,9 @@ def test_cuts_that_sizes_allow():
         ((ROWS, (state, state)), [{"y": None}, {"y": 1}]),
         ((ROWS, torch.zeros(4, 2)), [{"y": None}]),
         ((ROWS, [torch.zeros(4)] * 2), [{"y": None}]),
+        (([ROWS, torch.zeros(4)],), [{"x": {1: None}}]),
+        (([ROWS, state],), [{"x": {1: None}}, {"x": {1: 1}}]),
+        (({"k": [ROWS, state], 0: ROWS},), [{"x": {"k": {1: None}}}, {"x": {"k": {1: 1}}}]),
     ):
         assert cures_of(uncut(cutter(), *args)) == cures
         for cure in cures:
@@ -70,6 +75,34 @@ def test_cuts_that_sizes_allow():
     message = uncut(cutter(in_dims={"texts": None}), ROWS, state, mask=boxes, texts=[1, 2, 3])
     kept = {"texts": None, "y": None, "mask": None}
     assert cures_of(message) == [kept, kept | {"y": 1}, kept | {"mask": "items"}]
+
+
+def test_one_entry_for_several_parts():
+    """A cure for one part of an argument keeps the entry of the user for the other parts."""
+    parts = {"a": torch.zeros(2, 3), "b": torch.zeros(2, 4), "c": torch.zeros(2, 3)}
+    for argument, entry, cure in (
+        (parts, 1, {"a": 1, "b": None, "c": 1}),
+        ([*parts.values()], 1, {0: 1, 1: None, 2: 1}),
+        ([*parts.values()], (1, 1, 1), {0: 1, 1: None, 2: 1}),
+    ):
+        assert cures_of(uncut(cutter(in_dims={"x": entry}), argument)) == [{"x": cure}]
+        assert [part.rows for part in cut(cutter(in_dims={"x": cure}), argument)] == [2, 1]
+
+
+def test_sequences_that_may_have_items():
+    """A sequence of another length than the batch cannot be cut by item."""
+    numpy = pytest.importorskip("numpy")
+    for make in (range, numpy.zeros, lambda length: deque(range(length))):
+        for length, cures in ((3, [{"y": "items"}, {"y": None}]), (2, [{"y": None}])):
+            assert cures_of(uncut(cutter(), ROWS, make(length))) == cures
+            for cure in cures:
+                shards = cut(cutter(in_dims=cure), ROWS, make(length))
+                assert [part.rows for part in shards] == [2, 1]
+    texts = {3: ["a"] * 3, "k": ("b",) * 3}
+    for entry in ("items", None):
+        cure = {"y": {3: entry, "k": entry}}
+        assert cure in cures_of(uncut(cutter(), ROWS, texts))
+        assert [part.rows for part in cut(cutter(in_dims=cure), ROWS, texts)] == [2, 1]
 
 
 def test_entries_of_rows():
