@@ -54,6 +54,7 @@ from parawrap.engine.called_code import draws_from_generator
 from parawrap.engine.cut import Cutter, ShardPlan
 from parawrap.engine.device_streams import Moment, moments_of
 from parawrap.engine.flat_call import FlatCall
+from parawrap.engine.forward_writes import contents_of
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lane_errors import note_fixed_devices, raise_first_failure
@@ -309,7 +310,7 @@ class Calls:
         turns = self._decide_turns(flat.leaves, only_tensors) if lanes.count > 1 else None
         probe = None
         if plan not in state.possible_writes.watched_plans:
-            probe = Probe(self, plan, may_write, turns)
+            probe = Probe(self, plan, flat, may_write, turns)
 
         # Scatter
         columns = plan.columns(flat, copy=grad)
@@ -602,13 +603,16 @@ class Calls:
 
 
 class Probe:
-    """A closer look at one call. It finds two faults that a comparison of replicas does not show.
+    """A closer look at one call. It finds three faults that no version and no replica shows.
 
-    These are writes of parameters through ``.data``, and draws of several lanes from one random
-    generator. The first call of each plan has one, and the first after a change of the model.
+    These are writes of parameters through ``.data``, writes into whole arguments that are inference
+    tensors, and draws of several lanes from one random generator. The first call of each plan has a
+    probe, and the first after a change of the model.
     """
 
-    def __init__(self, calls: Calls, plan: ShardPlan, may_write: bool, turns: Turns) -> None:
+    def __init__(
+        self, calls: Calls, plan: ShardPlan, flat: FlatCall, may_write: bool, turns: Turns
+    ) -> None:
         state = calls.replicas.state
         self._calls = calls
         self._plan = plan
@@ -619,6 +623,10 @@ class Probe:
         looks_at_contents = not self._probed or state.survey.writes_data
         if may_write and looks_at_contents:
             self._contents = calls.replicas.read_contents()
+        # A single lane may write into the arguments
+        whole = [flat.leaves[index] for index in plan.whole_tensors] if len(plan.sizes) > 1 else []
+        self._inference_tensors = [tensor for tensor in whole if tensor.is_inference()]
+        self._contents_of_whole = [*map(contents_of, self._inference_tensors)]
         # Lanes that take turns draw in order
         self._generators = calls.lanes.read_generators() if turns is None else None
 
@@ -626,8 +634,11 @@ class Probe:
         """Look again after the call, and note that the plan has been probed.
 
         Raises:
+            ShardError: If forward wrote an argument that every lane gets whole.
             ReplicaError: If forward wrote a parameter.
         """
+        if [*map(contents_of, self._inference_tensors)] != self._contents_of_whole:
+            raise ShardError(WRITTEN_WHOLE)
         if self._contents is not None:
             self._calls.replicas.check_contents(self._contents)
         if self._generators is not None:
