@@ -358,12 +358,15 @@ class Borrowed:
     def _mark(self, place: Path | int) -> ReturnedArgument:
         """Return the mark of an argument, one for all lanes."""
         if place not in self._marks:
+            parts: Sequence[Any] = ()
             if isinstance(place, int):
                 leaf = self._values[place]
                 argument = leaf.value if isinstance(leaf, WholeLeaf) else leaf
+                if isinstance(argument, torch.Tensor):
+                    parts = [loan.leaves[place] for loan in self._loans]
             else:
                 argument = follow_path(self._call, place)
-            self._marks[place] = ReturnedArgument(argument)
+            self._marks[place] = ReturnedArgument(argument, parts)
         return self._marks[place]
 
     def resolve(self, output: Any) -> Any:

@@ -142,6 +142,7 @@ class Joiner:
 
     def join_leaves(self, column: Sequence[Any], declared: Declared) -> Any:
         """Return the joined value of a column of leaves, or of lists."""
+        column = _replace_unequal_marks(column)
         first = column[0]
         self.check_kinds(column, declared)
         if first is None:
@@ -598,6 +599,21 @@ class Joiner:
             if part is not value and find(part) is not value:
                 return None
         return value
+
+
+def _replace_unequal_marks(column: Sequence[Any]) -> Sequence[Any]:
+    """Return the parts of a tensor in place of its marks, unless all lanes returned one mark.
+
+    A lane may return its argument, and another lane a new tensor: ``x.nan_to_num() if ... else x``.
+    """
+    are_marks = [isinstance(value, ReturnedArgument) for value in column]
+    if not any(are_marks) or all(value is column[0] for value in column):
+        return column
+    replaced = [*column]
+    for lane, is_mark in enumerate(are_marks):
+        if is_mark and column[lane].parts:
+            replaced[lane] = column[lane].parts[lane]
+    return replaced
 
 
 def _holds_tensors(value: Any) -> bool:

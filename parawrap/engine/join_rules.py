@@ -33,12 +33,18 @@ class ReturnedArgument:
     """Stands for an argument of the caller in the outputs of lanes.
 
     All lanes return the same mark for one argument, so it is joined as one value.
+
+    Attributes:
+        argument: The argument of the caller.
+        parts: The lanes' parts of a tensor, which are joined if other lanes return another value;
+            empty for other arguments.
     """
 
-    __slots__ = ("argument",)
+    __slots__ = ("argument", "parts")
 
-    def __init__(self, argument: Any) -> None:
+    def __init__(self, argument: Any, parts: Sequence[Any] = ()) -> None:
         self.argument = argument
+        self.parts = parts
 
 
 class Declared(NamedTuple):

@@ -201,6 +201,17 @@ def test_a_returned_argument(kind, way):
         assert_same(batch.y if kind == "dataclass" else batch["y"], ROWS * 2)
 
 
+def test_an_argument_that_some_lanes_return():
+    """The rows are joined if a lane returns its part, and another lane a new tensor or part."""
+
+    def forward(x, y, options):
+        is_first = x.flatten()[0] == 0
+        return x if is_first else x * 1, {"y": y if is_first else x}
+
+    with parallel(forward, TWO) as p:
+        assert_same(p(ROWS, ROWS.clone(), [1]), (ROWS, {"y": ROWS}))
+
+
 REFUSED = {
     "a loss without reduce": lambda batch: batch.update(loss=batch["x"].mean()),
     "a count": lambda batch: batch.update(count=len(batch["x"])),
