@@ -304,9 +304,11 @@ class Calls:
         only_tensors = flat.on_cpu or TENSORS.issuperset(map(type, flat.leaves))
         brings_code = any(global_hooks) or not only_tensors
         may_write = brings_code or not state.possible_writes.is_quiet
-        # Lanes share parameters and whole arguments, so no lane may write them
+        # Lanes share parameters and whole arguments, so no lane may write them. A single lane may
+        # write arguments, as the plain call does
         versions = [*map(version_of, state.params)]
-        versions_of_whole = plan.read_versions(flat) if None in plan.dims else []
+        is_cut = len(sizes) > 1
+        versions_of_whole = plan.read_versions(flat) if is_cut and None in plan.dims else []
         turns = self._decide_turns(flat.leaves, only_tensors) if lanes.count > 1 else None
         probe = None
         if plan not in state.possible_writes.watched_plans:
@@ -370,7 +372,7 @@ class Calls:
             joining = placed or PlacedCall(plan, flat, columns, state.replicas, rules, None)
             output = joining.join_outputs(outputs, lanes.backend.type)
         if may_write:
-            is_joined_tensor = len(sizes) > 1 and type(output) is torch.Tensor
+            is_joined_tensor = is_cut and type(output) is torch.Tensor
             has_no_buffers = not used[0].tensors  # then a lane keeps no tensor
             is_new = is_joined_tensor and has_no_buffers
             is_per_lane = type(output) is list and len(output) == len(used)

@@ -281,6 +281,21 @@ def test_writes_into_whole_objects(bags, home, writer):
         p(torch.ones(9, device=home), bag)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "sim:0", "sim:1"])
+def test_a_single_row_may_be_written(device, grad):
+    """One lane has the row, and writes into the caller's tensor as the plain call does."""
+
+    class AddsOne(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.add_(1))
+
+    x, model = torch.zeros(1, 2, device=device), AddsOne(2, 2).to("sim:1").eval()
+    with torch.set_grad_enabled(grad), parallel(model, SIMS[:2]):
+        model(x)
+    assert_close(x.cpu(), torch.ones(1, 2))
+
+
 def test_whole_tensors_are_copied_once():
     """A tensor with `in_dims` None travels once to each lane's device, and comes back as the
     caller's.
