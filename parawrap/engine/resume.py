@@ -67,8 +67,11 @@ class OutputFolder:
         key: Callable[[Any], Any] | None = None,
         find_fingerprint: FindFingerprint | None = None,
     ) -> None:
-        if path == Path():
-            msg = "resume='' names no folder. Give the path of a folder, such as resume='outputs'"
+        if path == Path():  # an empty text, such as an unset variable, gives this path too
+            msg = (
+                "resume is '' or '.', the working directory. Give the path of a folder for outputs "
+                "alone, such as resume='outputs'"
+            )
             raise ResumeError(msg)
         self._path = path.expanduser().resolve()
         self._target = target
@@ -162,7 +165,7 @@ class OutputFolder:
         """
         last = -1
         for file in self._path.glob(f"*{_SUFFIX}"):
-            if file.stem.isdigit():  # a file with another name belongs to the user
+            if file.stem.isdecimal():  # a file with another name belongs to the user
                 last = max(last, int(file.stem))
         if last >= batches:
             msg = (

@@ -178,12 +178,16 @@ def test_the_folder_may_hold_other_files(tmp_path, monkeypatch):
     """~ is the home folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (file := tmp_path / "thesis.txt").write_text("mine")
+    (tmp_path / "².output").write_text("mine")
     for _ in range(2):
         assert run("~", batches(2)) == [0, 2]
     with pytest.raises(
         ResumeError, match=r"thesis\.txt.* cannot be used: .*Give the path of a folder"
     ):
         run(file, batches(2))
+    for working_directory in ("", ".", "./"):
+        with pytest.raises(ResumeError, match=r"resume is '' or '\.'.*such as resume='outputs'"):
+            run(working_directory, batches(2))
     assert file.read_text() == "mine"
     assert torch.load(tmp_path / "000000001.output", weights_only=False)["output"].tolist() == [
         [2.0],
