@@ -79,13 +79,19 @@ def _reduce_by_value(decorated: Decorated) -> _Reduction:
 
 
 def _reduce_for_cloudpickle(decorated: Decorated) -> _Reduction:
-    # cloudpickle asks its table before its own rules for functions, which are repeated here
-    module = decorated.__module__
-    registered = cloudpickle.list_registry_pickle_by_value()
-    goes_by_value = module == "__main__" or is_among(module, registered)
-    if decorated._defined is None and goes_by_value:
+    if decorated._defined is None and is_sent_by_value(decorated):
         return _reduce_by_value(decorated)
     return decorated.__reduce_ex__(4)  # the number is not used
+
+
+def is_sent_by_value(decorated: Any) -> bool:
+    """True if cloudpickle pickles the functions of the module by value.
+
+    It asks its table before its own rules for functions, which are repeated here.
+    """
+    module = getattr(decorated, "__module__", None)
+    registered = cloudpickle.list_registry_pickle_by_value()
+    return module == "__main__" or is_among(module, registered)
 
 
 def is_global(decorated: Any) -> bool:

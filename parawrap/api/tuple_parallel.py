@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Self, TypeVar, overload
 
+import cloudpickle
 import optree
 import torch
 import wrapt
@@ -21,6 +24,7 @@ from parawrap.api._containers import (
     rebuild,
     transpose_rows,
 )
+from parawrap.api._decorated import is_global, is_sent_by_value, look_up
 from parawrap.api.data_parallel import DataParallel
 from parawrap.api.move_to_device import on_lane, recursive_to
 from parawrap.api.tuples import cat, cat_rows, rows_of_parts
@@ -223,12 +227,50 @@ def tuple_fn(fn: Any = None, *, parallel: bool = False, devices: Devices = None)
     if not callable(fn):
         msg = f"tuple_fn cannot decorate {fn!r}, which is not callable. Give it a function"
         raise ShardError(msg)
-    run: Callable[..., Any] = _InLanes(devices) if parallel else _run_in_turn
+    return _TupleFunction(fn, _InLanes(devices) if parallel else _run_in_turn)
 
-    def call(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-        return run(wrapped, args, kwargs)
 
-    return wrapt.FunctionWrapper(fn, call)
+class _TupleFunction(wrapt.FunctionWrapper[..., Any]):
+    """A function of `tuple_fn`. wrapt binds it to objects, and forwards its attributes.
+
+    It is pickled like a `Decorated`. Never changed, so it is thread-safe.
+    """
+
+    def __init__(self, function: Callable[..., Any], run: Callable[..., Any]) -> None:
+        def call(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+            return run(wrapped, args, kwargs)
+
+        super().__init__(function, call)
+        # wrapt keeps names that begin with _self_ here. All other names are the function's
+        self._self_run = run
+
+    @property  # type: ignore[misc]  # in Python, it may be read-only
+    def __class__(self) -> Any:
+        # cloudpickle takes an object of the class of functions for one, and would pickle the
+        # function without its decorator. A proxy of a module stays one, so that it is a submodule
+        kind = type(self.__wrapped__)
+        return type(self) if kind is types.FunctionType else kind
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _TupleFunction:
+        return _TupleFunction(copy.deepcopy(self.__wrapped__, memo), self._self_run)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        if is_global(self):
+            return look_up, (self.__module__, self.__qualname__)
+        return _reduce_by_value(self)
+
+
+def _reduce_by_value(function: _TupleFunction) -> tuple[Any, ...]:
+    return _TupleFunction, (function.__wrapped__, function._self_run)
+
+
+def _reduce_for_cloudpickle(function: _TupleFunction) -> tuple[Any, ...]:
+    if is_sent_by_value(function):
+        return _reduce_by_value(function)
+    return function.__reduce_ex__(4)  # the number is not used
+
+
+cloudpickle.CloudPickler.dispatch_table[_TupleFunction] = _reduce_for_cloudpickle
 
 
 def _run_in_turn(
@@ -246,6 +288,7 @@ class _InLanes:
     """
 
     def __init__(self, devices: Devices) -> None:
+        self._devices = devices
         self._on_cpu = devices is None and best_backend().type == "cpu"
         self._lanes = () if self._on_cpu else resolve_devices(devices)
         self._calls: Calls | None = None
@@ -268,6 +311,9 @@ class _InLanes:
         positional = [part.args for part in parts]
         named = [part.kwargs for part in parts]
         return _transpose_outputs(calls.apply_replicas(Entry(function), positional, named))
+
+    def __reduce__(self) -> tuple[type[_InLanes], tuple[Devices]]:
+        return _InLanes, (self._devices,)  # the copy starts its own lanes
 
     def _calls_for(self, function: Callable[..., Any], parts: int) -> Calls:
         """Return lanes for a number of parts; start them if there are fewer."""

@@ -5,8 +5,10 @@ in tuple_parallel.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import UserDict, namedtuple
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -230,6 +232,28 @@ def test_tuple_fn_calls_once_per_part(parallel):
     assert tuple_fn(lambda x: (x, -x), parallel=parallel)((1, 2, 3)) == ((1, 2, 3), (-1, -2, -3))
     whole = tuple_fn(subtract, parallel=parallel)(tp_collate(2)(as_dict)(SAMPLES), scale=(2, 2))
     assert_close(cat(whole), EXPECTED * 2)
+
+
+@tuple_fn
+def halve(x):
+    return x / 2
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [lambda x, y: x - y, torch.sub, nn.PairwiseDistance(1, eps=0)],
+    ids=["lambda", "function of torch", "module"],
+)
+def test_tuple_fn_is_pickled_and_copied(function, parallel):
+    """Ranks get functions of the script by value, and lanes get copies, with the decorator."""
+    decorated = tuple_fn(function, parallel=parallel)
+    assert isinstance(decorated, nn.Module) == isinstance(function, nn.Module)
+    x, y = (torch.full((1,), 5.0), torch.full((1,), 4.0)), (torch.ones(1), torch.ones(1))
+    for copied in (cloudpickle.loads(cloudpickle.dumps(decorated)), copy.deepcopy(decorated)):
+        assert [each.item() for each in copied(x, y)] == [4, 3]
+    for pickles in (pickle, cloudpickle):
+        assert pickles.loads(pickles.dumps(halve)) is halve
 
 
 def test_tuple_fn_works_on_methods():
