@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import UserDict, namedtuple
+from collections.abc import MutableMapping
 
 import cloudpickle
 import pytest
@@ -133,9 +134,33 @@ def subtract(batch, scale=1):
 EXPECTED = subtract(as_dict(SAMPLES))
 
 
+class Items(MutableMapping):
+    """A mapping that a shallow copy shares its items with."""
+
+    def __init__(self, items):
+        self._items = dict(items)
+
+    def __getitem__(self, key):
+        return self._items[key]
+
+    def __setitem__(self, key, value):
+        self._items[key] = value
+
+    def __delitem__(self, key):
+        del self._items[key]
+
+    def __iter__(self):
+        return iter(self._items)
+
+    def __len__(self):
+        return len(self._items)
+
+
 @pytest.mark.parametrize("devices", [TWO, ["cpu"] * 7], ids=len)
 @pytest.mark.parametrize(
-    "kind", [dict, UserDict, lambda b: Pair(**b)], ids=["dict", "mapping", "namedtuple"]
+    "kind",
+    [dict, UserDict, Items, lambda b: Pair(**b)],
+    ids=["dict", "mapping", "mapping with a dict", "namedtuple"],
 )
 def test_batch_is_passed_whole(devices, kind):
     """The batch of `tp_collate` can be the only argument, or one of several, positional or by
