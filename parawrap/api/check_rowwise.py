@@ -123,13 +123,19 @@ def _run_call(
     """
     # A model may write its inputs. With copies, each call gets the same ones
     leaves, spec = flatten(batch)
-    copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    tensors = [leaf for leaf in copies if isinstance(leaf, torch.Tensor)]
-    inputs = [tensor for tensor in tensors if tensor.is_floating_point()]
-    if torch.is_grad_enabled():
-        for tensor in inputs:
-            tensor.requires_grad_()
-    args, kwargs = as_call(unflatten(spec, copies))
+    given: list[Any] = []
+    # Each floating-point tensor as the model gets it, with the leaf of autograd behind it
+    inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for leaf in leaves:
+        copied = _copy_leaf(leaf)
+        if isinstance(copied, torch.Tensor) and copied.is_floating_point():
+            source = copied
+            if torch.is_grad_enabled():
+                # Autograd refuses a write into a leaf that requires gradients
+                copied = source.requires_grad_().clone()
+            inputs.append((copied, source))
+        given.append(copied)
+    args, kwargs = as_call(unflatten(spec, given))
     # Only the call of the module itself runs its hooks
     call = model if method == "forward" else getattr(model, method)
     output = call(*args, **kwargs)
@@ -143,12 +149,24 @@ def _run_call(
         values |= _name_values(place, leaf)
     for name, parameter in model.named_parameters():
         values[f"the gradient of {name!r}"] = parameter.grad
-    for index, tensor in enumerate(inputs):
-        values[f"the gradient of input {index}"] = tensor.grad
+    for index, (tensor, source) in enumerate(inputs):
+        values[f"the gradient of input {index}"] = source.grad
         values[f"input {index} after the call"] = tensor
     for name, buffer in model.named_buffers():
         values[f"buffer {name!r}"] = buffer
     return {name: _as_result(value) for name, value in values.items() if value is not None}
+
+
+def _copy_leaf(leaf: Any) -> Any:
+    """Return a copy of a tensor, or of a container that is kept whole; else the leaf itself."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone()
+    if not isinstance(leaf, WholeLeaf):
+        return leaf
+    # deepcopy takes the tensors in this dict as copies that it has made. It refuses tensors that
+    # have a graph
+    copies = {id(tensor): tensor.detach().clone() for tensor in tensors_in(leaf)}
+    return copy.deepcopy(leaf, copies)
 
 
 def _as_result(value: Any) -> Any:

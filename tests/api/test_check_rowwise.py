@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from parawrap import register_split
 from parawrap.errors import VerifyError
 from parawrap.testing import check_rowwise
 from tests.helpers.calling import Calls
@@ -82,3 +83,31 @@ def test_lists_of_inputs_get_a_cure():
     with pytest.raises(TypeError) as caught:
         check_rowwise(nn.Linear(3, 2), [torch.randn(11, 3), torch.zeros(11)])
     assert "To give each item as an argument, pass tuple(batch)" in caught.value.__notes__[0]
+
+
+class Rows:
+    """Values with a rule of their own for cutting."""
+
+    def __init__(self, values):
+        self.values = values
+
+
+register_split(
+    Rows,
+    split=lambda rows, sizes: [Rows(part) for part in rows.values.split(sizes)],
+    join=lambda parts: Rows(torch.cat([part.values for part in parts])),
+    rows=lambda rows: len(rows.values),
+)
+
+
+def test_written_inputs_are_copies():
+    """Each call gets the same inputs, and may write them. The caller's own do not change."""
+    check_rowwise(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2)), torch.randn(11, 3))
+
+    def add_one(x, rows):
+        rows.values = rows.values + 1
+        return x + rows.values
+
+    rows = Rows(torch.zeros(11, 3, requires_grad=True) * 1)
+    check_rowwise(Calls(add_one), (torch.randn(11, 3), rows))
+    assert not rows.values.any()
