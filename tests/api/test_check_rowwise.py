@@ -72,6 +72,36 @@ def test_gradients_and_buffers_count():
     assert "buffer 'running_mean' differs" in str(caught.value)
 
 
+class Mean(torch.autograd.Function):
+    """Adds a bias, with the mean of the rows for its gradient."""
+
+    @staticmethod
+    def forward(_, x, bias):
+        return x + bias
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient, gradient.mean(0)
+
+
+class Shift(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(8, 14, 14))
+
+    def forward(self, x):
+        return Mean.apply(x, self.shift)
+
+
+def test_gradients_of_rounding_pass():
+    """A normalization removes the bias before it, whose gradient is the rounding of a sum."""
+    layers = nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8)
+    x = torch.randn(11, 3, 16, 16)
+    check_rowwise(nn.Sequential(*layers), x)
+    with pytest.raises(VerifyError, match=r"cut as 6 \+ 5, the gradient of '2.shift' differs"):
+        check_rowwise(nn.Sequential(*layers, Shift()), x)
+
+
 def test_functions_are_refused():
     """A function has no parameters to compare: it belongs into a module."""
     with pytest.raises(TypeError, match="model is a builtin_function_or_method, not a "):
