@@ -439,13 +439,21 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
     def _call_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method as inside the block: the module is parallel until the call ends."""
         self._open_session()  # refuses a closed block, which `_enter` would open again
-        self._enter()
+        try:
+            self._enter()
+        except BaseException:  # after Ctrl-C at its end, the model must not stay parallel
+            self.close()
+            raise
         try:
             if name == "forward":  # only the call of the module itself runs its hooks
                 return self.target(*args, **kwargs)
             return _call_named(self.target, name, *args, **kwargs)
         finally:
-            self._leave()
+            try:
+                self._leave()
+            except BaseException:  # after Ctrl-C in the middle, likewise
+                self.close()
+                raise
 
     def _detach_session(self) -> Session | WorkerSession | None:
         """Mark the block as closed, and hand its session over to the caller, who closes it.

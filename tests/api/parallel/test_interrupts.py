@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from parawrap import DataParallel, parallel
 from parawrap.engine.lanes import CallParts, Lanes, here
 from parawrap.engine.model_state import Snapshot
+from tests.helpers import interrupts
 from tests.helpers.interrupts import moments_of
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -165,6 +166,21 @@ def test_an_interrupt_after_an_error():
 def test_interrupted_blocks():
     """Ctrl-C may come while a block opens, runs its first call, and closes."""
     check_blocks(STEP_OF_BLOCKS)
+
+
+@torch.no_grad()
+def test_interrupted_calls_of_a_block(monkeypatch):
+    """Ctrl-C in a call of the block itself leaves the model plain after the block."""
+    # The other files have a thousand moments, at which the block does not change the model
+    monkeypatch.setattr(interrupts, "PACKAGE", f"{interrupts.PACKAGE}api/parallel.py")
+    model = nn.Linear(4, 2).eval()
+
+    def use():
+        with parallel(model, THREE, out_dims=0) as block:
+            block(X[:1])
+
+    for moment in moments_of(use):
+        assert "forward" not in vars(model), moment
 
 
 @put_back
