@@ -175,9 +175,15 @@ class DataParallel(torch.nn.Module):
             GatherError: If the outputs cannot be joined.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
-            # If another thread closes the session meanwhile, the session calls its entry plainly.
-            # The entry is this method, which then opens a new session
-            return self._open_session().call(Entry(self.forward), inputs, kwargs)
+            return self._open_session().call(Entry(self._call_plainly), inputs, kwargs)
+
+    def _call_plainly(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run a call that the session did not run on its cores."""
+        # The first call gives lazy parameters their shapes, and is on no core
+        if self._open_session().replicas.state.survey.is_lazy:
+            return self.module(*inputs, **kwargs)
+        # Another thread has closed the session meanwhile. This one is new
+        return self.forward(*inputs, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy loads its own replicas and starts its own lanes at its first call

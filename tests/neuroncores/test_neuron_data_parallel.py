@@ -204,3 +204,14 @@ def test_layers_around_a_compiled_model(host, device_ids):
     assert sum(counts(host, "loads")) == loads + len(device_ids)
     net.close()
     assert counts(host, "models") == FREE
+
+
+def test_a_lazy_layer_gets_its_shape_in_the_first_call(host):
+    """This call runs on no core, so it has the compiled number of rows."""
+    plain, compiled, _ = net_of(batch=2)
+    model = Head(compiled).eval()
+    model.head = nn.LazyLinear(2)
+    net = neuron.DataParallel(model)
+    for x in torch.randn(2, 3), torch.randn(8, 3):
+        torch.testing.assert_close(net(x), model.head(plain(x)))
+    assert sum(counts(host, "inferences")) == 4
