@@ -1,11 +1,10 @@
-"""Worlds of torchrun, srun, and mpirun: processes that run the scenarios of a script as ranks."""
+"""Worlds of torchrun, whose ranks run the scenarios of a script, and variables of other worlds."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import subprocess
-import time
 from pathlib import Path
 
 from tests.helpers.processes import kill_with_stacks, start_python
@@ -37,6 +36,8 @@ def environment(**added):
 def torchrun(folder, *names, script, options=()):
     """Run the scenarios of a script in a torchrun world of two ranks, and return torchrun's exit
     code.
+
+    A late one and its children print their stacks, and are killed.
     """
     args = (
         "-m",
@@ -49,29 +50,8 @@ def torchrun(folder, *names, script, options=()):
         folder,
         *names,
     )
-    return _exit_codes([start_python(*args, cwd=folder, env=environment())])[0]
-
-
-def run_with_variables(variables, folder, *names, script):
-    """Run scenarios in processes that find their world only in variables, and return the exit
-    codes.
-    """
-    started = [
-        start_python(script, folder, *names, cwd=folder, env=environment(**each))
-        for each in variables
-    ]
-    return _exit_codes(started)
-
-
-def _exit_codes(processes):
-    """Wait for processes and return their exit codes.
-
-    Late ones and their children print their stacks, and are killed.
-    """
-    deadline = time.monotonic() + PATIENCE_S
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-    for late in [process for process in processes if process.poll() is None]:
-        kill_with_stacks(late.pid)
-    return [process.wait() for process in processes]
+    process = start_python(*args, cwd=folder, env=environment())
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(PATIENCE_S)
+    kill_with_stacks(process.pid)
+    return process.wait()

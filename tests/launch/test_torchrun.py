@@ -1,11 +1,13 @@
 """The env launcher: a decorated function joins the world of torchrun, srun, or mpirun.
 
-The ranks of such a world run this file as their script, which runs the scenarios in order. A
-scenario checks itself.
+The ranks of torchrun run this file as their script, which runs the scenarios in order. A scenario
+checks itself. Before, each of these ranks forks a rank of every other world: a new interpreter
+would import torch, which takes longer than the scenarios.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -14,6 +16,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,7 +37,7 @@ from parawrap.errors import PlatformError, RankDiedError
 from parawrap.launch._world import find_world
 from parawrap.processes.torch_groups import free_port
 from tests.helpers import worlds
-from tests.helpers.processes import notes_of
+from tests.helpers.processes import notes_of, ranks
 
 HERE = Path(__file__).resolve()
 SCENARIOS = {}
@@ -118,25 +121,11 @@ def groups(rank):
     assert on_cpu(group_size, ipc_groups=[[0], [1]])() == (alone, alone)
 
 
-@scenario
-def local_ranks(rank):
-    """With launcher="local", each process of the world starts its own ranks, which form a separate
-    world and may stay.
-    """
-    platform = Platform(device="cpu", n_cpus=2, launcher="local", verbose=False)
-    results = wrapper(platform)(lambda: (total(), os.getpid()))()
-    assert [value for value, _ in results] == [21, 21]
-    assert len({os.getpid(), *(pid for _, pid in results)}) == 3
-    error = error_of(Platform(device="cpu").open)
-    assert type(error) is PlatformError
-    for cure in (
-        "Call the function directly",
-        "decorate it with @wrapper(Platform(...))",
-        "give launcher='local' to start",
-    ):
-        assert cure in str(error)
-    with platform.open() as ranks:
-        assert ranks(total) == (21, 21)
+class Wrapped(torch.nn.Module):
+    """Stands for DistributedDataParallel, which imports the compiler: that takes seconds."""
+
+    def __init__(self, module, **_):
+        super().__init__()
 
 
 @scenario
@@ -164,10 +153,8 @@ def an_existing_group(rank):
         torch.cat(mine) if mine else torch.empty(0), evaluated
     ).tolist() == [0]
     assert functional.reduce_metrics(float(rank), weight=len(mine)) == 0
-    assert (
-        type(functional.to(torch.nn.Linear(1, 1), device="cpu"))
-        is torch.nn.parallel.DistributedDataParallel
-    )
+    with patch("parawrap.functional._seeds_and_modules.DistributedDataParallel", Wrapped):
+        assert type(functional.to(torch.nn.Linear(1, 1), device="cpu")) is Wrapped
     dist.destroy_process_group()
 
 
@@ -181,7 +168,9 @@ def different_calls(rank):
     assert on_cpu(total)() == (21, 21)
 
 
+# Ranks do not end here, so no launcher has to notice it
 @scenario
+@patch("parawrap.launch.torchrun._LAUNCHER_NOTICE_S", 0.1)
 def errors(rank):
     """A rank raises its own error.
 
@@ -282,35 +271,16 @@ def being_killed(rank):
     Path(sys.argv[1], f"{rank}.survived").write_text(repr(on_cpu(die_once)()))
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """The failures of both ranks of a torchrun world, by scenario."""
-    folder = tmp_path_factory.mktemp("world")
-    assert worlds.torchrun(folder, script=HERE) == 0
-    return failures_in(folder)
-
-
-def failures_in(folder):
-    """Return the traceback of each scenario in each rank; None if it passed."""
-    found = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
-    return {name: [failures[name] for failures in found] for name in found[0]}
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_world_of_torchrun(name, world):
-    assert world[name] == [None, None], "\n".join(map(str, world[name]))
-
-
-def slurm_variables(rank):
+def slurm_variables(rank, job):
     return {
-        "SLURM_JOB_ID": 1_000_000 + os.getpid(), "SLURM_STEP_ID": 0, "SLURM_PROCID": rank,
+        "SLURM_JOB_ID": job, "SLURM_STEP_ID": 0, "SLURM_PROCID": rank,
         "SLURM_STEP_NUM_TASKS": 2, "SLURM_NTASKS": 2, "SLURM_LOCALID": rank, "SLURM_NODEID": 0,
         "SLURM_STEP_TASKS_PER_NODE": "2",
         "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": 1,
     }  # fmt: skip
 
 
-def mpi_variables(rank):
+def mpi_variables(rank, job):
     """Return the variables of Open MPI.
 
     The node rank counts the processes of a node over all jobs.
@@ -318,44 +288,99 @@ def mpi_variables(rank):
     return {
         "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_RANK": rank,
         "OMPI_COMM_WORLD_LOCAL_SIZE": 2, "OMPI_COMM_WORLD_NODE_RANK": rank,
-        "PMIX_NAMESPACE": f"prterun-{os.getpid()}@1",
+        "PMIX_NAMESPACE": f"prterun-{job}@1",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("variables", "names"),
-    [(slurm_variables, ["joining", "groups"]), (mpi_variables, ["joining", "errors"])],
-    ids=["srun", "mpirun"],
-)
-def test_worlds_of_srun_and_mpirun(variables, names, tmp_path):
-    assert worlds.run_with_variables(map(variables, range(2)), tmp_path, *names, script=HERE) == [
-        0,
-        0,
-    ]
-    assert failures_in(tmp_path) == {name: [None, None] for name in names}
+def variables_of_two_nodes(rank, job):
+    """Return the variables of Open MPI, which does not say where the ranks of two nodes meet."""
+    alone = {"OMPI_COMM_WORLD_LOCAL_RANK": 0, "OMPI_COMM_WORLD_LOCAL_SIZE": 1}
+    return mpi_variables(rank, job) | alone
 
 
-def test_a_world_without_an_address(monkeypatch, tmp_path):
+def variables_with_an_address(rank, job):
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["PARAWRAP_TEST_PORT"]}
+    return variables_of_two_nodes(rank, job) | address
+
+
+OTHER_WORLDS = {
+    # the variables of a rank, and its scenarios
+    "srun": (slurm_variables, ["joining", "groups"]),
+    "mpirun": (mpi_variables, ["joining", "errors"]),
+    "address": (variables_with_an_address, ["counts", "groups"]),
+}
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory):
+    """The failures of both ranks of each world, by scenario."""
+    folder = tmp_path_factory.mktemp("worlds")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAWRAP_TEST_PORT", str(free_port()))
+        assert worlds.torchrun(folder, script=HERE) == 0
+    return {name: failures_in(folder, name) for name in ("torchrun", *OTHER_WORLDS)}
+
+
+def failures_in(folder, world):
+    """Return the traceback of each scenario in each rank; None if it passed."""
+    found = [pickle.loads((folder / f"{world}-{rank}.pickle").read_bytes()) for rank in range(2)]
+    return {name: [of_rank[name] for of_rank in found] for name in found[0]}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_world_of_torchrun(name, failures):
+    found = failures["torchrun"][name]
+    assert found == [None, None], "\n".join(map(str, found))
+
+
+@pytest.mark.parametrize("world", ["srun", "mpirun"])
+def test_worlds_of_srun_and_mpirun(world, failures):
+    _, names = OTHER_WORLDS[world]
+    assert failures[world] == {name: [None, None] for name in names}
+
+
+def test_a_world_without_an_address(monkeypatch, failures):
     """Open MPI does not say where the ranks of two nodes meet. The variables of the message do."""
-    nodes = [
-        mpi_variables(rank) | {"OMPI_COMM_WORLD_LOCAL_RANK": 0, "OMPI_COMM_WORLD_LOCAL_SIZE": 1}
-        for rank in range(2)
-    ]
     for name in set(os.environ) - set(worlds.environment()):
         monkeypatch.delenv(name)
-    with monkeypatch.context() as patch:
-        for name, value in nodes[0].items():
-            patch.setenv(name, str(value))
-        with pytest.raises(
-            LaunchError,
-            match="set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there",
-        ):
-            on_cpu(total)()
-    names, address = ["counts", "groups"], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    assert worlds.run_with_variables(
-        [each | address for each in nodes], tmp_path, *names, script=HERE
-    ) == [0, 0]
-    assert failures_in(tmp_path) == {name: [None, None] for name in names}
+    for name, value in variables_of_two_nodes(0, os.getpid()).items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(
+        LaunchError,
+        match="set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there",
+    ):
+        on_cpu(total)()
+    assert failures["address"] == {name: [None, None] for name in ("counts", "groups")}
+
+
+def torchrun_variables(rank):
+    return {
+        "RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0,
+    }  # fmt: skip
+
+
+def test_local_ranks(monkeypatch):
+    """With launcher="local", a process of the world starts its own ranks, which form a separate
+    world and may stay. This process has the variables of such a process.
+    """
+    for name, value in torchrun_variables(1).items():
+        monkeypatch.setenv(name, str(value))
+    platform = ranks(launcher="local")
+    results = wrapper(platform)(lambda: (total(), os.getpid()))()
+    assert [value for value, _ in results] == [21, 21]
+    assert len({os.getpid(), *(pid for _, pid in results)}) == 3
+    error = error_of(Platform(device="cpu").open)
+    assert type(error) is PlatformError
+    for cure in (
+        "Call the function directly",
+        "decorate it with @wrapper(Platform(...))",
+        "give launcher='local' to start",
+    ):
+        assert cure in str(error)
+    with platform.open() as opened:
+        assert opened(total) == (21, 21)
 
 
 @pytest.mark.long
@@ -368,15 +393,38 @@ def test_world_restarts_after_death(tmp_path):
     ] * 2
 
 
-def main(folder, *names):
-    names, rank = names or SCENARIOS, find_world().global_rank
+def run_scenarios(folder, world, names):
+    rank = find_world().global_rank
     failures = dict.fromkeys(names, "an earlier scenario failed")
     try:
         for name in names:
             failures[name] = globals()[name](rank)
     except BaseException:
         failures[name] = traceback.format_exc()
-    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(failures))
+    Path(folder, f"{world}-{rank}.pickle").write_bytes(pickle.dumps(failures))
+
+
+def run_in_world(folder, world):
+    """Run the scenarios of another world as the rank that has the number of this process."""
+    variables, names = OTHER_WORLDS[world]
+    # The process of torchrun is the parent of all ranks, so all of them take it as the job
+    environ = worlds.environment(**variables(int(os.environ["RANK"]), os.getppid()))
+    fork = multiprocessing.get_context("fork")
+    process = fork.Process(target=run_scenarios, args=(folder, world, names))
+    with patch.dict(os.environ, environ, clear=True):
+        process.start()
+    return process
+
+
+def main(folder, *names):
+    if not names:
+        started = [run_in_world(folder, world) for world in OTHER_WORLDS]
+        run_scenarios(folder, "torchrun", SCENARIOS)
+        for process in started:
+            process.join()
+        assert [process.exitcode for process in started] == [0] * len(OTHER_WORLDS)
+    else:
+        run_scenarios(folder, "torchrun", names)
 
 
 if __name__ == "__main__":
