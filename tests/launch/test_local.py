@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, RankDiedError, UnsendableError, current_rank, functional, wrapper
-from tests.helpers.processes import assert_nothing_left, notes_of, ranks, running_script
-from tests.helpers.scripts import read_script
+from tests.helpers.processes import assert_nothing_left, notes_of, ranks
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 
@@ -124,15 +123,6 @@ def test_edited_module_is_imported(tmp_path, monkeypatch):
     for value in (1, 22):
         (tmp_path / "changing.py").write_text(f"VALUE = {value}")
         assert wrapper(ranks(1))(looks)() == (value,)
-
-
-def test_rank_has_loader_workers(tmp_path):
-    """Loader workers of a rank find datasets of the script and modules of its folder."""
-    (tmp_path / "rows.py").write_text("class Rows(list): pass\nROWS = Rows([1.0, 2.0])")
-    with running_script(tmp_path, read_script("loader_workers")) as script:
-        written = script.communicate(2 * PATIENCE_S)[0]
-    assert written.count("script __main__") == 1  # workers do not run the guarded part
-    assert "6.0\n" in written
 
 
 @pytest.mark.stress

@@ -9,58 +9,44 @@ import json
 import logging
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
 
-from parawrap import Platform, current_rank, wrapper
+from parawrap import PlatformError, current_rank, wrapper
 from parawrap.launch import inheritance
 from parawrap.launch._world import find_world
 from parawrap.processes import pool
-from tests.helpers.processes import ranks, run_script
+from tests.helpers.processes import ranks, write_script
 from tests.helpers.scripts import read_script
-from tests.helpers.waiting import PATIENCE_S
-
-LAUNCHES = """
-import os
-from parawrap import Platform, wrapper, current_rank
-if __name__ == "__main__":
-    two = Platform(device="cpu", n_cpus=2, verbose=False)
-    print(list(wrapper(two)(lambda: current_rank().global_rank)()))
-"""
-SHOWS = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
-def run_program(code, **options):
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, **options
-    )
-    return done.stdout.strip() or done.stderr
-
-
-@pytest.mark.parametrize("copies", [False, True], ids=["inherits", "copies"])
-def test_a_program_of_a_rank_may_launch(copies):
+def test_a_program_of_a_rank_may_launch(monkeypatch):
     """A program of a rank may launch, also if it gets a copy of `os.environ` with the variables of
-    the rank in it.
+    the rank in it. This process stands for the program.
     """
-
-    def start():
-        options = {"env": {**os.environ, "OTHER": "1"}} if copies else {}
-        return run_program(LAUNCHES, **options)
-
-    assert wrapper(ranks())(start)() == ("[0, 1]",) * 2
+    _, copy = wrapper(ranks())(lambda: dict(os.environ))()
+    assert (copy["RANK"], copy["WORLD_SIZE"]) == ("1", "2")
+    for name, value in copy.items():
+        monkeypatch.setenv(name, value)
+    assert find_world() is None
+    assert wrapper(ranks())(lambda: current_rank().global_rank)() == (0, 1)
 
 
 def test_programs_see_no_variables_of_ranks():
-    """Libraries in the rank see what torchrun sets. Programs see what the script set."""
+    """Libraries in the rank see what torchrun sets. Programs see what the script set, so they may
+    launch.
+    """
+    shows = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
 
     def start():
-        return os.environ["RANK"], os.environ["WORLD_SIZE"], json.loads(run_program(SHOWS))
+        seen = subprocess.run(shows, capture_output=True, text=True, check=True).stdout
+        return os.environ["RANK"], os.environ["WORLD_SIZE"], json.loads(seen)
 
     before = dict(os.environ)
     for rank, (own, size, seen) in enumerate(wrapper(ranks())(start)()):
@@ -80,90 +66,72 @@ def test_launchers_in_programs_of_ranks():
     assert find_world(environ).global_rank == 1
 
 
-class Ranks(IterableDataset):
-    def __iter__(self):
-        yield current_rank().global_rank, int(os.environ["RANK"])
+# -- workers
 
 
-def first_row(method):
-    loader = DataLoader(Ranks(), batch_size=None, num_workers=1, multiprocessing_context=method)
-    return tuple(next(iter(loader)))
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    """What the workers of each method found, and the lines of each run of their script."""
+    folder = tmp_path_factory.mktemp("workers")
+    (folder / "rows.py").write_text("class Rows(list): pass\nROWS = Rows([1.0, 2.0])")
+    path = write_script(folder, read_script("loader_workers"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        patch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
+        patch.setenv("NEURON_RT_VISIBLE_CORES", "4-7")
+        found = runpy.run_path(str(path), run_name="__main__")["found"]
+    return SimpleNamespace(found=found, runs=(folder / "runs").read_text().splitlines())
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_loader_workers_find_the_rank(method):
-    assert wrapper(ranks())(first_row)(method) == ((0, 0), (1, 1))
+METHODS = pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 
 
-def launch_in_child(results):
-    try:
-        wrapper(Platform(device="cpu"))(len)([])
-    except BaseException as error:
-        results.put(f"{type(error).__name__}: {error}")
+@METHODS
+def test_loader_workers_find_the_rank(workers, method):
+    assert workers.found[method]["place"] == (1, "1")
 
 
-def launch_in_process():
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    child = context.Process(target=launch_in_child, args=(results,))
-    child.start()
-    text = results.get(timeout=PATIENCE_S)
-    child.join()
-    return text
+@METHODS
+def test_rank_has_loader_workers(workers, method):
+    """Loader workers of a rank find datasets of the script and modules of its folder."""
+    assert workers.found[method]["rows"] == [1.0, 5.0]
 
 
-def test_a_worker_of_a_rank_cannot_launch():
-    (text,) = wrapper(ranks(1))(launch_in_process)()
-    assert text.startswith("LaunchError: len was launched within rank 0 of 1")
+@METHODS
+def test_a_worker_of_a_rank_cannot_launch(workers, method):
+    error = workers.found[method]["error"]
+    assert error.startswith("evaluate was launched within rank 1 of 2")
 
 
-UNGUARDED = """
-import multiprocessing
-from parawrap import Platform, wrapper
-def start():
-    process = multiprocessing.get_context("spawn").Process(target=print)
-    process.start()
-    process.join()
-    return process.exitcode
-print(list(wrapper(Platform(device="cpu", n_cpus=1))(start)()))
-"""
+def test_loader_workers_import_the_script(workers):
+    """Workers by spawn and by forkserver run the script again, before they know of the rank, and
+    without the guarded part. It has two platforms.
+    """
+    names = [line.split()[0] for line in workers.runs]
+    assert names == ["__main__", "__mp_main__", "__mp_main__"]
 
 
-def test_a_script_without_a_guard(tmp_path):
-    """A spawned worker runs the script again, which must not launch again without an end."""
-    script = tmp_path / "script.py"
-    script.write_text(UNGUARDED)
-    done = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert "was launched while a process of multiprocessing" in done.stdout + done.stderr
-    assert "if __name__ == '__main__':" in done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "[1]"
+def test_a_script_without_a_guard(workers):
+    """A script that a worker runs again must not launch again without an end."""
+    for line in workers.runs[1:]:
+        assert "evaluate was launched while a process of multiprocessing" in line
+        assert "if __name__ == '__main__':" in line
 
 
-def test_workers_of_packages_run_with_m(tmp_path):
+def test_workers_of_packages_run_with_m(tmp_path, monkeypatch):
     """Processes of a package that runs with ``-m`` import the main module by its name, which
     relative imports need.
     """
-    (tmp_path / "package").mkdir()
+    folder = tmp_path / "package_with_m"
+    folder.mkdir()
     train = read_script("module_that_spawns")
     for name, text in {"__init__": "", "data": "NAME = 'found'", "train": train}.items():
-        (tmp_path / "package" / f"{name}.py").write_text(text)
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-m", "package.train"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": root},
-    )
-    assert done.stdout == "found\n", done.stderr
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    ended = runpy.run_module("package_with_m.train", run_name="__main__", alter_sys=True)
+    assert ended["found"] == ("found",)
+    del sys.modules["package_with_m"], sys.modules["package_with_m.data"]
 
 
 # -- what ranks use of the script
@@ -180,13 +148,6 @@ def test_a_manager_of_the_script():
         assert sorted(queue.get() for _ in range(2)) == [0, 1]
 
 
-def test_shared_memory_of_the_script(tmp_path):
-    """Shared memory of the script stays when a rank that has used it ends, also if ranks were open
-    before it was made.
-    """
-    assert run_script(tmp_path, read_script("shared_block")) == "True\n"
-
-
 def leave_slowly(path, seconds):
     def upload():
         time.sleep(seconds)
@@ -197,10 +158,10 @@ def leave_slowly(path, seconds):
 
 def test_exit_handlers_have_time(tmp_path):
     """Ranks that have returned upload what they have logged, longer than `grace_s`."""
-    wrapper(ranks(1, grace_s=0.2))(leave_slowly)(tmp_path / "done", 1.0)
+    wrapper(ranks(1, grace_s=0.1))(leave_slowly)(tmp_path / "done", 0.4)
     assert (tmp_path / "done").exists()
-    with ranks(1, grace_s=0.2).open() as opened:
-        opened(leave_slowly, tmp_path / "opened", 1.0)
+    with ranks(1, grace_s=0.1).open() as opened:
+        opened(leave_slowly, tmp_path / "opened", 0.4)
     assert (tmp_path / "opened").exists()
 
 
@@ -228,15 +189,25 @@ def test_user_signals_belong_to_the_function():
 # -- variables that look like those of torchrun
 
 
-def test_a_pod_or_notebook_is_no_torchrun(tmp_path):
+def place():
+    return current_rank().global_rank, os.environ["WORLD_SIZE"]
+
+
+def test_a_pod_or_notebook_is_no_torchrun(monkeypatch):
     """Ranks start here.
 
     If another number of processes was started, the message names the variable.
     """
-    assert run_script(tmp_path, read_script("variables_of_a_pod")).splitlines() == [
-        "(0, '2') (1, '2')",
-        "(0, '2') (1, '2')",
-        "(0, '1')",
-        "PlatformError True True",
-        "PlatformError True True",
-    ]
+    pod = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (pod | {"MASTER_PORT": "29511"}).items():
+        monkeypatch.setenv(name, value)
+    assert wrapper(ranks())(place)() == ((0, "2"), (1, "2"))
+    with ranks().open() as opened:
+        assert opened(place) == ((0, "2"), (1, "2"))
+    for launcher, size in ("env", "1"), (None, "3"):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        with pytest.raises(PlatformError, match=f"WORLD_SIZE={size} .*launcher='local'"):
+            wrapper(ranks(launcher=launcher))(place)()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv("MASTER_PORT")
+    assert wrapper(ranks(1))(place)() == ((0, "1"),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from parawrap.errors import PlatformError
 from parawrap.launch import _devices, _platform_fields, shares
 from parawrap.launch._devices import Device, variables_for
 from parawrap.launch.shares import share_out
-from tests.helpers.processes import ranks, run_script
+from tests.helpers.processes import ranks
 from tests.helpers.scripts import read_script
 from tests.helpers.waiting import eventually
 
@@ -111,21 +112,13 @@ def test_inline_calls_see_the_first_device():
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_loader_workers_import_the_script(tmp_path):
-    """Workers by spawn run the script again, before they know of the rank. It has two platforms."""
-    run_script(tmp_path, read_script("loader_of_two_platforms"))
-
-
-@pytest.mark.usefixtures("four_cores")
-def test_ranks_import_their_platforms_module(tmp_path):
+def test_ranks_import_their_platforms_module(tmp_path, monkeypatch):
     """A rank sees fewer devices than its platform names, and still makes the same platform."""
-    (tmp_path / "jobs.py").write_text(read_script("jobs_on_named_devices"))
-    code = "import jobs; print(*jobs.of_two(), *jobs.of_named())"
-    program = [sys.executable, "-c", code]
-    paths = os.pathsep.join([str(tmp_path), *sys.path])
-    environ = {**os.environ, "PYTHONPATH": paths}
-    ended = subprocess.run(program, capture_output=True, text=True, check=True, env=environ)
-    assert ended.stdout.split() == ["4", "5", "7", "6"]
+    (tmp_path / "jobs_of_ranks.py").write_text(read_script("jobs_on_named_devices"))
+    monkeypatch.syspath_prepend(tmp_path)
+    jobs = importlib.import_module("jobs_of_ranks")
+    assert [*jobs.of_two(), *jobs.of_named()] == ["4", "5", "7", "6"]
+    del sys.modules["jobs_of_ranks"]
 
 
 @pytest.mark.parametrize(

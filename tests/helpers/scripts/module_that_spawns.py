@@ -1,8 +1,9 @@
-"""A module of a package that runs with ``python -m``; its rank starts a process."""
+"""A module of a package that runs with ``python -m``; its rank starts a process.
+
+The process runs this module again, and does not import torch, which takes seconds.
+"""
 
 import multiprocessing
-
-from parawrap import Platform, wrapper
 
 from .data import NAME
 
@@ -11,7 +12,6 @@ def child(results):
     results.put(NAME)
 
 
-@wrapper(Platform(device="cpu", n_cpus=1, verbose=False))
 def start():
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -23,4 +23,6 @@ def start():
 
 
 if __name__ == "__main__":
-    print(*start())
+    from parawrap import Platform, wrapper
+
+    found = wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(start)()
