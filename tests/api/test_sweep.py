@@ -169,29 +169,6 @@ def test_wrong_calls_launch_nothing(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_exit_drops_pending_launches(tmp_path):
-    """Pending launches never start, whether the iterator was unused or partly used. Running
-    launches are cancelled.
-    """
-    run_script(
-        tmp_path,
-        """
-        import pathlib, time
-        from parawrap import Platform, wrapper
-
-        def touch(name):
-            pathlib.Path(name).touch()
-            time.sleep(0 if name == "left-0" else 600)
-
-        launchable = wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(touch)
-        unused = launchable.map([f"unused-{i}" for i in range(30)], max_parallel=2)
-        left = launchable.map([f"left-{i}" for i in range(30)], max_parallel=2)
-        next(left)
-        """,
-    )
-    assert len(list(tmp_path.glob("*-*"))) <= 5
-
-
 def test_output_has_its_launchs_number(capfd):
     list(train(2, verbose=True, ipc_groups=None)(print).map(["a", "b"], max_parallel=2))
     lines = sorted(capfd.readouterr().out.splitlines())

@@ -30,7 +30,7 @@ from parawrap import (
     current_rank,
     wrapper,
 )
-from tests.helpers.processes import assert_gone, is_gone, ranks, run_script
+from tests.helpers.processes import assert_gone, is_gone, ranks
 from tests.helpers.ranks import all_sum, my_rank
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -373,25 +373,6 @@ def test_ranks_end_without_close():
     del forgotten
     gc.collect()
     assert_gone(pids)
-
-
-LEFT_OPEN = """
-import importlib, os
-from parawrap import Platform
-
-launch = importlib.import_module("parawrap.launch.run")
-stop_server = launch.stop_server
-launch.stop_server = lambda: (print(ranks.state), stop_server())
-ranks = Platform(device="cpu", n_cpus=2, ipc_groups=None).open()
-ranks(os.getpid)
-"""
-
-
-def test_a_script_leaves_ranks_open(tmp_path):
-    """Ranks that a script leaves open end before their server does. Otherwise the server would wait
-    10 s for them.
-    """
-    assert run_script(tmp_path, LEFT_OPEN) == "ended\n"
 
 
 CELLS = {

@@ -14,13 +14,45 @@ from tests.helpers.scripts import read_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 
-def test_all_runs_end_with_the_interpreter(tmp_path):
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """The lines of a script that leaves runs to the end of the interpreter, and its folder."""
+    folder = tmp_path_factory.mktemp("script")
+    return run_script(folder, read_script("runs_at_exit")).splitlines(), folder
+
+
+def test_all_runs_end_with_the_interpreter(script):
     """The interpreter ends launches, those of `map` in other threads, and ranks that stay.
 
     Later launches are refused.
     """
-    output = run_script(tmp_path, read_script("runs_at_exit"), patience_s=60)
-    assert output.splitlines() == ["1", "LaunchError True"]
+    lines, _ = script
+    assert "launch: 1" in lines
+    assert lines[-1] == "late launch: LaunchError True"
+
+
+def test_a_script_leaves_ranks_open(script):
+    """Ranks that a script leaves open end before their server does. Otherwise the server would wait
+    10 s for them.
+    """
+    assert "ranks: ended" in script[0]
+
+
+def test_exit_drops_pending_launches(script):
+    """Pending launches never start, whether the iterator was unused or partly used. Running
+    launches are cancelled.
+    """
+    _, folder = script
+    assert (folder / "left-0").exists()
+    for name in "unused", "left", "thread":
+        assert len(list(folder.glob(f"{name}-*"))) <= 5
+
+
+def test_shared_memory_of_the_script(script):
+    """Shared memory of the script stays when a rank that has used it ends, also if ranks were open
+    before it was made.
+    """
+    assert "shared memory: True" in script[0]
 
 
 def test_the_registry_has_what_runs(tmp_path):
