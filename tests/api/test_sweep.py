@@ -5,8 +5,10 @@ the items.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import pathlib
+import signal
 import threading
 import time
 import traceback
@@ -20,8 +22,7 @@ from parawrap import RankResults, current_rank, wrapper
 from parawrap.errors import LaunchError, PlatformError, UnsendableError
 from parawrap.launch import running
 from parawrap.processes.torch_groups import free_port
-from tests.helpers.processes import ranks, run_script
-from tests.helpers.scripts import read_script
+from tests.helpers.processes import ranks
 from tests.helpers.waiting import eventually
 
 
@@ -177,11 +178,23 @@ def test_output_has_its_launchs_number(capfd):
     ]
 
 
-def test_interrupted_sweeps_show_ranks(tmp_path):
+def test_interrupted_sweeps_show_ranks(tmp_path, caplog):
     """After Ctrl-C, the log has the place of each rank that runs."""
-    output = run_script(tmp_path, read_script("interrupted_sweep"))
-    assert output.count("wait was interrupted: rank 0 at ") == 2
-    assert "interrupted\n" in output
+
+    def wait(name):
+        (tmp_path / name).touch()
+        time.sleep(600)
+
+    def interrupt():
+        eventually(lambda: len(list(tmp_path.iterdir())) == 2, "two launches")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with caplog.at_level(logging.WARNING, "parawrap"), pytest.raises(KeyboardInterrupt):
+        list(train()(wait).map(["0", "1"], max_parallel=2))
+    thread.join()
+    assert caplog.text.count("wait was interrupted: rank 0 at ") == 2
 
 
 def test_yielded_results_are_the_callers():
