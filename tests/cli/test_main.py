@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import pytest
 
 import parawrap as package
-from tests.helpers.processes import is_gone, running_script
-from tests.helpers.waiting import PATIENCE_S, eventually
+from tests.helpers.processes import is_gone
+from tests.helpers.waiting import eventually
 
 
 def test_help_has_examples(here):
@@ -38,19 +39,21 @@ def test_wrong_usage_has_one_line(here, args, message):
     assert "Traceback" not in shown.stderr
 
 
-def test_ctrl_c_ends_a_launch(folder):
+def test_ctrl_c_ends_a_launch(here, folder):
     started = folder / "started"
-    text = (
-        "import sys\nfrom parawrap.cli import main\nsys.path.insert(0, "
-        "'.')\nsys.exit(main(sys.argv[1:]))"
-    )
-    with running_script(
-        folder, text, "run", "train:forever", "--device", "cpu", "--", started
-    ) as process:
-        eventually(lambda: started.exists() or process.poll() is not None, "the start of the rank")
-        os.kill(process.pid, signal.SIGINT)
-        output, _ = process.communicate(PATIENCE_S)
-    assert process.returncode == 130
-    assert output.splitlines()[-1] == "interrupted"
-    assert "Traceback" not in output
+
+    def interrupt():
+        eventually(started.exists, "the start of the rank")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        shown = here("run", "train:forever", "--device", "cpu", "--", str(started))
+    except KeyboardInterrupt:  # it would end the tests
+        pytest.fail("Ctrl-C went through")
+    thread.join()
+    assert shown.returncode == 130
+    assert shown.stderr.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in shown.stdout + shown.stderr
     assert is_gone(int(started.read_text()))
