@@ -23,27 +23,11 @@ from tests.helpers.processes import (
     assert_nothing_left,
     descendant_pids,
     pids_in,
-    run_script,
     running_script,
 )
 from tests.helpers.scripts import read_script
-from tests.helpers.waiting import eventually
-
-
-class Dying(nn.Module):
-    """Doubles its input. Exits for -1, and kills its process for -9."""
-
-    def forward(self, x):
-        if x[0] == -1:
-            os._exit(7)
-        if x[0] == -9:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return x * 2
-
-
-class Where(nn.Module):
-    def forward(self, x):
-        return x, os.getpid()
+from tests.helpers.waiting import PATIENCE_S, eventually
+from tests.helpers.worker_models import Dying, Where
 
 
 def batches_of(*values):
@@ -173,16 +157,16 @@ def test_abandoned_block_ends():
     )
 
 
-@pytest.mark.parametrize("calls", [(), (1, 1)], ids=["idle", "busy"])
-def test_script_without_close_exits(tmp_path, calls):
-    """At the end of a script, workers end, also in the middle of a call."""
-    assert run_script(tmp_path, read_script("unclosed_block"), tmp_path, *calls) == "[0.0, 0.0]\n"
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_workers_end_with_their_parent(tmp_path, number):
-    """Ctrl-C and SIGKILL of the launching process end workers that are in the middle of a call."""
-    with running_script(tmp_path, read_script("unclosed_block"), tmp_path, 1, 1, 0) as parent:
-        pids = pids_in(tmp_path, 2)
+    """A script that Ctrl-C interrupts exits, and its workers end without the end of their blocks:
+    an idle one, and two in the middle of a call. They end also if the script is killed.
+    """
+    with running_script(tmp_path, read_script("unclosed_block"), tmp_path) as parent:
+        pids = pids_in(tmp_path, 3)
         os.kill(parent.pid, number)
+        output, _ = parent.communicate(timeout=PATIENCE_S)
         assert_gone(pids)
+    interrupted = number == signal.SIGINT
+    assert output == "[0.0, 0.0]\n" + interrupted * "interrupted\n"
+    assert parent.returncode == (0 if interrupted else -number)

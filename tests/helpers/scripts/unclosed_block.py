@@ -1,4 +1,4 @@
-"""Leave a block with workers open at the end."""
+"""Leave two blocks with workers open at the end: one is idle, the other one in a call."""
 
 import os
 import sys
@@ -17,16 +17,20 @@ class Blocked(nn.Module):
         self.folder = folder
 
     def forward(self, x):
+        Path(self.folder, f"{os.getpid()}.pid").touch()
         if x[0] == 1:
-            Path(self.folder, f"{os.getpid()}.pid").touch()
             threading.Event().wait()
         return x
 
 
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
-    p = parallel(Blocked(sys.argv[1]), ["cpu", "cpu"], workers="process")
-    futures = [p.submit(torch.full((2,), value)) for value in (0.0, *map(float, sys.argv[2:]))]
-    print(futures[0].result().tolist(), flush=True)
-    if "1" in sys.argv and sys.argv[-1] != "1":
-        futures[1].result()
+    model = Blocked(sys.argv[1])
+    idle = parallel(model, ["cpu"], workers="process")
+    print(idle.submit(torch.zeros(2)).result().tolist(), flush=True)
+    busy = parallel(model, ["cpu", "cpu"], workers="process")
+    futures = [busy.submit(torch.ones(2)) for _ in range(2)]
+    try:
+        futures[0].result()
+    except KeyboardInterrupt:
+        print("interrupted")
