@@ -28,34 +28,36 @@ from tests.helpers.processes import (
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 
-def test_killed_process_is_named():
-    """The error names the signal, and the next launch works."""
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The error of a launch whose rank killed the process that forks ranks, and the ids of its
+    ranks and of processes that these had started.
+    """
+    folder = tmp_path_factory.mktemp("killed")
 
-    def kills():
+    def starts_and_kills():
+        (folder / f"{subprocess.Popen(['sleep', '600']).pid}.pid").touch()
+        (folder / f"{os.getpid()}.pid").touch()
         if current_rank().global_rank == 0:
+            pids_in(folder, 4)
             os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGKILL)
         time.sleep(600)
 
-    error = failure_of(kills)
+    return failure_of(starts_and_kills), pids_in(folder, 4)
+
+
+def test_killed_process_is_named(killed):
+    """The error names the signal, and the next launch works."""
+    error, _ = killed
     text = f"{error}\n{notes_of(error)}"
     assert "the process that forks ranks" in text
     assert "SIGKILL" in text
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
 
 
-def test_killed_process_leaves_nothing(tmp_path):
+def test_killed_process_leaves_nothing(killed):
     """Processes that a rank has started end with it."""
-
-    def starts_and_waits():
-        (tmp_path / f"{subprocess.Popen(['sleep', '600']).pid}.pid").touch()
-        (tmp_path / f"{os.getpid()}.pid").touch()
-        time.sleep(600)
-
-    launch = wrapper(ranks(1))(starts_and_waits).submit()
-    pids = pids_in(tmp_path, 2)
-    os.kill(fork_server.fork_server()._process.pid, signal.SIGKILL)
-    with contextlib.suppress(RankDiedError):
-        launch.results(timeout=PATIENCE_S)
+    _, pids = killed
     assert_gone(pids)
 
 
