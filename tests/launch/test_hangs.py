@@ -4,8 +4,9 @@ is reported.
 
 from __future__ import annotations
 
+import os
+import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchTimeoutError, RankDiedError, current_rank, wrapper
-from tests.helpers.processes import failure_of, ranks, start_python
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.processes import failure_of, ranks
+from tests.helpers.waiting import PATIENCE_S, eventually
 
-LIMIT_S = 4.0
+LIMIT_S = 3.0
 
 
 def spin(until):
@@ -26,14 +27,17 @@ def spin(until):
         sum(range(1000))
 
 
-def spin_beside_a_collective(prints):
+def spin_beside_a_collective():
     if current_rank().global_rank == 1:
-        for _ in range(8):
-            spin(time.monotonic() + LIMIT_S / 4)
-            if prints:
-                print("computes", flush=True)
-        if not prints:
-            spin(float("inf"))
+        spin(float("inf"))
+    dist.barrier()
+
+
+def print_beside_a_collective():
+    if current_rank().global_rank == 1:
+        for _ in range(16):
+            time.sleep(LIMIT_S / 12)
+            print("computes", flush=True)
     dist.barrier()
     return "done"
 
@@ -45,6 +49,7 @@ def test_limits_name_the_line_of_each_rank(monkeypatch):
     def stand_still():
         time.sleep(PATIENCE_S)
 
+    wrapper(ranks())(int)()  # the first ranks of a process may take seconds to start
     with (
         ranks(timeout_min=0.1).open() as opened,
         pytest.raises(LaunchTimeoutError, match=r"rank 0 at test_hangs\.py:\d+ in stand_still"),
@@ -54,52 +59,49 @@ def test_limits_name_the_line_of_each_rank(monkeypatch):
 
 def test_computing_beside_waits_is_a_hang():
     """The error names the line of each rank, and has their stacks."""
-    error = failure_of(spin_beside_a_collective, False, platform=ranks(hang_timeout_s=LIMIT_S))
-    assert type(error) is LaunchTimeoutError
+    with ranks(hang_timeout_s=LIMIT_S).open() as opened:
+        opened(spin, 0.0)  # imports this module
+        with pytest.raises(LaunchTimeoutError) as caught:
+            opened(spin_beside_a_collective)
+    error = caught.value
     first, _, _ = str(error).partition("\n")
-    assert "hang_timeout_s=4 seconds: no rank wrote output, and ranks waited for others" in first
+    assert "hang_timeout_s=3 seconds: no rank wrote output, and ranks waited for others" in first
     assert "in spin_beside_a_collective: dist.barrier()" in first
     assert "in spin: " in first
     assert sorted(error.stacks) == [0, 1]
 
 
 def test_a_rank_that_prints_makes_progress():
-    """Other ranks may wait twice as long as the limit for a rank that prints."""
-    function = wrapper(ranks(hang_timeout_s=LIMIT_S))(spin_beside_a_collective)
-    assert function(True) == ("done", "done")
+    """Other ranks may wait longer than the limit for a rank that prints."""
+    with ranks(hang_timeout_s=LIMIT_S).open() as opened:
+        assert opened(print_beside_a_collective) == ("done", "done")
 
 
 def test_computing_alone_is_progress():
     function = wrapper(ranks(hang_timeout_s=1.0, ipc_groups=None))(
-        lambda: spin(time.monotonic() + 3)
+        lambda: spin(time.monotonic() + 2)
     )
     assert function() == (None, None)
 
 
-INTERRUPTED = """
-import time
-from parawrap import Platform, wrapper
-def compute_loss():
-    print("up", flush=True)
-    time.sleep(600)
-wrapper(Platform(device="cpu", n_cpus=2))(compute_loss)()
-"""
+def test_ctrl_c_shows_where_ranks_are(caplog, tmp_path):
+    def compute_loss():
+        (tmp_path / str(current_rank().global_rank)).touch()
+        time.sleep(PATIENCE_S)
 
+    def interrupt():
+        eventually(lambda: len([*tmp_path.iterdir()]) == 2, "the calls")
+        time.sleep(0.2)  # they are in `sleep` then
+        os.kill(os.getpid(), signal.SIGINT)
 
-def test_ctrl_c_shows_where_ranks_are(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(INTERRUPTED)
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": tmp_path}
-    with start_python(script, **options) as process:
-        lines = []
-        while sum("up" in line for line in lines) < 2:
-            lines.append(process.stdout.readline())
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=PATIENCE_S)[0]
-    place = "script.py:6 in compute_loss: time.sleep(600)"
-    assert f"compute_loss was interrupted: rank 0 at {place}; rank 1 at {place}" in output
-    assert "KeyboardInterrupt" in output
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        wrapper(ranks())(compute_loss)()
+    thread.join()
+    place = r"test_hangs\.py:\d+ in compute_loss: time\.sleep\(PATIENCE_S\)"
+    shown = rf"compute_loss was interrupted: rank 0 at {place}; rank 1 at {place}"
+    assert re.search(shown, caplog.text)
 
 
 # -- which failure is reported
