@@ -11,15 +11,15 @@ import time
 import pytest
 
 from parawrap import LaunchError, LaunchTimeoutError, RankDiedError
-from tests.helpers.processes import SILENT_S, assert_gone, pids_in, ranks, running_script
+from tests.helpers.processes import SILENT_S, assert_gone, notes_of, pids_in, ranks
 from tests.helpers.ranks import all_sum, my_rank
-from tests.helpers.scripts import read_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 
 def test_waiting_for_a_returned_rank(monkeypatch):
     """LaunchError has the stack of the rank that waits, and the ranks answer the next call."""
     monkeypatch.setattr("parawrap.processes.pool.STUCK_S", 0.5)
+    monkeypatch.setattr("parawrap.processes.pool._POLL_S", 0.1)
 
     def return_early():
         if my_rank() == 1:
@@ -40,24 +40,26 @@ def test_waiting_for_a_returned_rank(monkeypatch):
 
 
 class SlowInRankOne:
-    """An argument that rank 1 takes a while to unpickle."""
+    """An argument that rank 1 takes these seconds to unpickle."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
 
     def __reduce__(self):
-        return _make_slowly, ()
+        return _make_slowly, (self.seconds,)
 
 
-def _make_slowly():
-    until = time.monotonic() + 5 if my_rank() == 1 else 0.0
+def _make_slowly(seconds):
+    until = time.monotonic() + seconds if my_rank() == 1 else 0.0
     while time.monotonic() < until:
         sum(range(1000))
-    return SlowInRankOne()
 
 
 def test_a_rank_may_load_slowly(monkeypatch):
     """A call of one rank does not hang while another rank loads what it brings."""
     monkeypatch.setattr("parawrap.processes.pool.STUCK_S", 0.5)
     with ranks(hang_timeout_s=2).open() as opened:
-        assert opened[0](lambda _: my_rank(), SlowInRankOne()) == 0
+        assert opened[0](lambda _: my_rank(), SlowInRankOne(3)) == 0
         assert opened(all_sum) == (2.0, 2.0)
 
 
@@ -68,7 +70,7 @@ def test_ctrl_c_stops_ranks_that_load():
         timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            opened[0](lambda _: my_rank(), SlowInRankOne())
+            opened[0](lambda _: my_rank(), SlowInRankOne(PATIENCE_S))
         timer.join()
         assert (opened(os.getpid), opened(all_sum)) == (before, (2.0, 2.0))
 
@@ -146,8 +148,7 @@ def test_a_time_limit_counts_per_call(field, limit):
         pids = opened(os.getpid)
         begun = time.monotonic()
         while time.monotonic() - begun < 1.2 * SILENT_S:  # longer than the limit
-            if field == "timeout_min":
-                opened(time.sleep, 0.05)
+            opened(time.sleep, 0.05) if field == "timeout_min" else time.sleep(0.05)
         with pytest.raises(LaunchTimeoutError, match=field) as caught:
             opened(lambda: threading.Event().wait())
         assert ["in <lambda>" in caught.value.stacks[rank] for rank in (0, 1)] == [True, True]
@@ -159,59 +160,67 @@ def test_a_time_limit_counts_per_call(field, limit):
 # -- Ctrl-C
 
 
-@pytest.fixture(scope="module")
-def interrupted(tmp_path_factory):
-    """A script that got Ctrl-C in three worlds.
+def interrupt(opened, folder, *, answers, times=1):
+    """Send Ctrl-C to a call whose ranks raise KeyboardInterrupt, or ignore it; return the notes."""
 
-    Per case, its output, its ranks, and the number of interrupts.
-    """
-    root, pids = tmp_path_factory.mktemp("interrupted"), {}
-    cases = ["answers", "ignores", "ignores once"]
-    for how in cases:
-        (root / how).mkdir()
-    with running_script(root, read_script("three_interrupted_worlds")) as parent:
-        for how in cases:
-            pids[how] = pids_in(root / how, 2)
-            if how == "answers":
-                os.killpg(parent.pid, signal.SIGINT)
-                continue
-            os.kill(parent.pid, signal.SIGINT)
-            if how == "ignores":
-                eventually(
-                    lambda: len([*(root / "ignores").glob("*.interrupted")]) == 2,
-                    "KeyboardInterrupt in both ranks",
-                )
-                os.kill(parent.pid, signal.SIGINT)
-        output, _ = parent.communicate(timeout=PATIENCE_S)
-    assert parent.returncode == 0
-    _, *outputs = output.split("interrupted\n")
-    return {
-        how: (text, pids[how], len([*(root / how).glob("*.interrupted")]))
-        for how, text in zip(cases, outputs, strict=True)
-    }
+    def wait():
+        (folder / f"{os.getpid()}.pid").touch()
+        while True:
+            try:
+                time.sleep(PATIENCE_S)
+            except KeyboardInterrupt:
+                (folder / f"{os.getpid()}.interrupted").touch()
+                if answers:
+                    raise
+
+    def press():
+        pids_in(folder, 2)
+        os.kill(os.getpid(), signal.SIGINT)
+        if times == 2:
+            eventually(
+                lambda: len([*folder.glob("*.interrupted")]) == 2,
+                "KeyboardInterrupt in both ranks",
+            )
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        opened(wait)
+    thread.join()
+    assert len([*folder.glob("*.interrupted")]) == 2
+    return notes_of(caught.value)
 
 
-def test_ranks_that_answer_ctrl_c(interrupted):
+def test_ranks_that_answer_ctrl_c(tmp_path):
     """Each rank's function raises KeyboardInterrupt, and the same processes answer the next call.
 
-    The interrupt has a note that the ranks may be one step apart.
+    The interrupt has a note that the ranks may be one step apart. Ranks have groups of their own:
+    a terminal sends Ctrl-C to the group of the script.
     """
-    output, pids, interrupts = interrupted["answers"]
-    note, _, answer = output.partition("\n")
-    assert note.startswith(
-        "The ranks may be one step apart now. Call functional.sync(model, optimizer) in all ranks"
-    )
-    assert (answer, interrupts) == ("RankResults(None, None) True\n", 2)
-    assert_gone(pids)
+    with ranks(grace_s=60).open() as opened:
+        before = opened(os.getpid)
+        assert os.getpgrp() not in opened(os.getpgrp)
+        assert interrupt(opened, tmp_path, answers=True).startswith(
+            "The ranks may be one step apart now. Call functional.sync(model, optimizer) in all "
+            "ranks"
+        )
+        assert (opened(all_sum), opened(os.getpid)) == ((2.0, 2.0), before)
 
 
-@pytest.mark.parametrize("how", ["ignores", "ignores once"])
-def test_ranks_that_ignore_ctrl_c(how, interrupted):
+@pytest.mark.parametrize(
+    ("times", "grace_s", "says"), [(2, 600, ""), (1, 0.5, r"did not stop within grace_s=0\.5")]
+)
+def test_ranks_that_ignore_ctrl_c(times, grace_s, says, tmp_path):
     """A second Ctrl-C ends them, and so does the end of ``grace_s`` after the first.
 
     The next call says so.
     """
-    output, pids, _ = interrupted[how]
-    assert output.startswith("these ranks have ended, and cannot call barrier")
-    assert how == "ignores" or "did not stop within grace_s=0.5" in output
-    assert_gone(pids)
+    with ranks(grace_s=grace_s).open() as opened:
+        pids = opened(os.getpid)
+        interrupt(opened, tmp_path, answers=False, times=times)
+        assert_gone(pids)
+        with pytest.raises(
+            LaunchError, match=f"(?s)^these ranks have ended, and cannot call all_sum.*{says}"
+        ):
+            opened(all_sum)
