@@ -19,8 +19,8 @@ from parawrap.engine.model_state import Container, Snapshot
 from parawrap.engine.places import ALWAYS_NEW, SIMPLE, has_own_rules
 from parawrap.tree import ABSENT
 
-# How many copies may fail with an error of Python while the snapshot shows no change of the model. A
-# guess that no test has contradicted: a thread that goes on writing leaves a change that shows
+# How many copies may fail with an error of Python while the snapshot shows no change of the model.
+# A guess that no test has contradicted: a thread that goes on writing leaves a change that shows
 _MOST_UNCHANGED = 2
 _DICTS = (dict, OrderedDict)
 # Copies of these have the entries in the same order. A set has no order. A cell gets its contents
