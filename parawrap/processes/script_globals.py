@@ -244,6 +244,8 @@ class SentScript:
         """Forget what a call brings that did not reach all ranks: the next call brings it again."""
         if call.kept is not None:
             self._kept.drop(call.kept.function)
+        for place in call.found:  # else a global that ranks cannot unpickle would fail every call
+            self._found.pop(place, None)
         for name in (*call.new, *call.deleted):
             # Not removed: some ranks may have the global, and a later call may have to delete it
             self._sent[name] = _UNKNOWN

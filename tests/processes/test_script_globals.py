@@ -103,6 +103,20 @@ def test_globals_that_a_call_before_assigned():
     assert [call(each) for each in packed] == [1, 2, 3]
 
 
+def test_global_that_ranks_cannot_unpickle():
+    """If only an argument uses it, calls without this argument do not bring it."""
+    globals_ = {"__name__": "a_script", "here": OnlyHere()}
+    exec(
+        "class Part:\n    def use(self):\n        return here\n"
+        "def count(*parts):\n    return len(parts)",
+        globals_,
+    )
+    with ranks(1, ipc_groups=None).open() as one:
+        with pytest.raises(LookupError):
+            one(globals_["count"], globals_["Part"]())
+        assert tuple(one(globals_["count"])) == (0,)
+
+
 class Waiting:
     """A value that is pickled once a launch has ended."""
 
