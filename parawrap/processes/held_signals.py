@@ -68,11 +68,19 @@ class HeldSignals:
     def end(self) -> None:
         """Restore the handlers, and call those of the signals that have arrived."""
         self.restore()
-        # If a handler raises, those of later signals are not called: one exception is enough
-        for number in self._arrived:
+        while self._arrived:
+            number = self._arrived.pop(0)
             handler = signal.getsignal(number)
-            if callable(handler):  # an earlier handler may have changed it
+            if not callable(handler):  # an earlier handler may have changed it
+                continue
+            try:
                 handler(number, None)
+            except BaseException:
+                # As in Python, handlers of other signals run all the same. For several signals of
+                # one number, such as Ctrl-C, one exception is enough
+                self._arrived = [each for each in self._arrived if each != number]
+                self.end()
+                raise
 
     def restore(self) -> None:
         """Restore the handlers of the script.

@@ -66,6 +66,18 @@ def test_signals_are_held_back():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_each_signal_is_handled():
+    """Its handler runs although that of an earlier signal raises, which does so once."""
+    handled = []
+    with handling(signal.SIGTERM, lambda *_: handled.append(signal.SIGTERM)):
+        held = HeldSignals(lambda: None)
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        with pytest.raises(KeyboardInterrupt):
+            held.end()
+    assert handled == [signal.SIGTERM]
+
+
 def test_handlers_are_restored_after_errors():
     """A handler that raises at the moment of its return leaves no other one behind."""
     real, numbers = signal.signal, []
