@@ -391,12 +391,16 @@ class Control:
             status = Status(idle_s, waits_s, self._main_thread.line(), self.interrupted)
             self._wire.send("look", status)
         elif word == "stacks":
-            self._wire.send("stacks", stacks())
+            try:
+                self._wire.send("stacks", stacks())
+            except (OSError, SessionError) as error:  # a long text needs memory, and a descriptor
+                self._wire.send("stacks", f"the rank cannot send its stacks: {error}")
         elif word == "interrupt":
             self._halted = body  # before the signal, whose handler reads it
             signal.pthread_kill(self._main_thread.ident, signal.SIGINT)
         elif word == "break":
-            break_links()
+            with contextlib.suppress(OSError):  # no descriptor is left to list the others
+                break_links()
         elif word == "preempt":
             self._wire.send("steps", self.preemption.hold_back())
         elif word == "checkpoint":

@@ -284,6 +284,39 @@ def test_limit_on_files_at_a_start(count):
     eventually(lambda: not children(), "the end of all processes")
 
 
+def hold_all_files():
+    """Sleep without a free descriptor, and with long stacks."""
+    is_over = threading.Event()
+
+    def wait(depth):
+        return wait_deeper(depth) if depth else is_over.wait()
+
+    def wait_deeper(depth):  # a stack text leaves out repeated frames of one function
+        return wait(depth - 1)
+
+    threads = [threading.Thread(target=wait, args=(20,)) for _ in range(50)]
+    for thread in threads:
+        thread.start()
+    try:
+        with files_left():
+            print("ready", flush=True)
+            time.sleep(PATIENCE_S)
+    finally:
+        is_over.set()
+
+
+def test_limit_on_files_in_a_rank():
+    """A rank that cannot send its stacks says so, and goes on."""
+    with ranks(1, **ALONE).open() as one:
+        pid = one(os.getpid)
+        launch = one.submit(hold_all_files)
+        eventually(lambda: "ready" in launch.logs(0), "the last descriptor")
+        said = "cannot send its stacks: [Errno 24]"
+        eventually(lambda: said in launch.stacks()[0], "its answer")
+        launch.cancel()
+        assert one(os.getpid) == pid
+
+
 def test_limit_on_files_with_workers():
     with torch.no_grad(), processes(Dying(), retries=0) as p:
         p.submit(torch.ones(2)).result(PATIENCE_S)
