@@ -132,8 +132,8 @@ class SentScript:
     """The globals that the ranks of one launch have, as the launching process knows them.
 
     One thread at a time uses it, except that the pool may call `note_owned` meanwhile. This is
-    safe: that changes `_sent` and `_owned` in atomic steps, and the ranks keep what they own even
-    if a call brings it.
+    safe: each step of `note_owned` is atomic, and `ScriptOfRank.take` keeps the globals that the
+    rank owns, also if a call that was packed before brings them.
 
     Args:
         imports: True for ranks that stay: functions of a module that they can import use that
