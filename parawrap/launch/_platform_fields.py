@@ -167,6 +167,13 @@ class PlatformFields:
             _set(sent, "device_ids", None)
         return sent
 
+    def fitted_to(self, n_nodes: int, ranks_per_node: int) -> Self:
+        """Return a copy for a world with these counts, which the platform may not have chosen."""
+        fitted = copy.copy(self)
+        _set(fitted, "n_nodes", n_nodes)
+        _set(fitted, rank_count_field(self.device), ranks_per_node)
+        return fitted
+
     def shows(self, rank: int) -> bool:
         """True if the output of this rank is printed."""
         return self.verbose and (self.print_ranks is None or rank in self.print_ranks)

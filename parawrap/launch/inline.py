@@ -64,18 +64,19 @@ def _make_attempts(job: Job) -> Any:
 
 def _make_attempt(job: Job, restart: int) -> Any:
     """Call the function as rank 0 of 1."""
-    platform = job.platform
+    variables = job.platform.device_variables
+    platform = job.platform.fitted_to(1, 1)  # code that reads its counts finds this world
     device = platform.device_of(0)
     preemption = Preemption()
     with (
-        restored_variables(*platform.device_variables),
+        restored_variables(*variables),
         preserved_generators(device),
         _current_device(device),
         _lone_group(platform) as group,
     ):
         # GPUs keep their numbers here: CUDA may have read its variable already
         if selects_cores(platform.device):
-            os.environ.update(platform.device_variables)
+            os.environ.update(variables)
         rank = set_up(RankPlace.of(0, 1, 1, restart), platform, preemption)
         with acting_as(replace(rank, group=group)), at_signal(partial(_preempt, preemption)):
             return job.call()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
 import logging
 import os
 import pickle
@@ -32,7 +31,6 @@ import torch.distributed as dist
 from parawrap.displays import spell_count
 from parawrap.errors import LaunchError, PlatformError, add_note
 from parawrap.launch._job import Job
-from parawrap.launch._platform_fields import rank_count_field
 from parawrap.launch._rank import Rank, acting_as
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators
@@ -123,15 +121,11 @@ def fit_job(job: Job, world: World) -> Job:
         value = getattr(platform, name)
         if value != default:
             _log.warning("%s=%r has no effect here: %s controls the ranks", name, value, world.name)
-    # The platform may be shared with other launches, so a copy gets the counts of the world
-    fitted = copy.copy(platform)
     per_node = world.ranks_per_node
     # A platform has one count for all nodes. Unequal or unknown nodes are described as one node
     if not per_node or world.world_size % per_node:
         per_node = world.world_size
-    object.__setattr__(fitted, "n_nodes", world.world_size // per_node)
-    object.__setattr__(fitted, rank_count_field(platform.device), per_node)
-    return replace(job, platform=fitted)
+    return replace(job, platform=platform.fitted_to(world.world_size // per_node, per_node))
 
 
 def _make_attempts(job: Job, world: World) -> RankResults[Any] | BaseException:

@@ -9,6 +9,7 @@ import random
 import sys
 import threading
 import traceback
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def draws():
 
 def test_function_is_rank_0_of_1():
     """An inline function runs in the calling thread with the caller's objects; its result comes
-    back in RankResults of length one.
+    back in RankResults of length one. The platform of the rank has the counts of this world.
     """
     platform, lock = alone(name="mine"), threading.Lock()
 
@@ -52,7 +53,8 @@ def test_function_is_rank_0_of_1():
         1,
         0,
     )
-    assert (rank.device, rank.platform) == (torch.device("cpu"), platform)
+    assert (rank.device, rank.platform) == (torch.device("cpu"), replace(platform, n_cpus=1))
+    assert platform.world_size == 4
     assert (thread, a, b) == (threading.get_ident(), lock, 2)
 
 
