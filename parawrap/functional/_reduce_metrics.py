@@ -84,7 +84,10 @@ def reduce_metrics(
         forms.append(f"{place} {tuple(number.shape)}")
     require_group("reduce_metrics")
     of_ranks = gather_objects(_RankMetrics(", ".join(forms), own_weight, numbers))
-    cure = "Give all ranks the same structure, shapes, and op. A rank with weight=0 does not count."
+    cure = (
+        "Give all ranks the same structure, shapes, and op. A rank without rows gives any numbers, "
+        "with weight=0."
+    )
     check_equal("reduce_metrics", [each.description for each in of_ranks], cure)
     # A value with weight 0 is left out, not multiplied: 0 times NaN is NaN
     counted = [each for each in of_ranks if each.weight]
