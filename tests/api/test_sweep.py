@@ -9,6 +9,7 @@ import logging
 import os
 import pathlib
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -185,8 +186,13 @@ def test_interrupted_sweeps_show_ranks(tmp_path, caplog):
         (tmp_path / name).touch()
         time.sleep(600)
 
+    def is_waiting():
+        frame = sys._current_frames()[threading.main_thread().ident]
+        return frame.f_back.f_code.co_name == "result"  # of a future
+
     def interrupt():
         eventually(lambda: len(list(tmp_path.iterdir())) == 2, "two launches")
+        eventually(is_waiting, "the wait for the first one")
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

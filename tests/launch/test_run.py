@@ -43,9 +43,11 @@ def test_exit_drops_pending_launches(script):
     launches are cancelled.
     """
     _, folder = script
-    assert (folder / "left-0").exists()
-    for name in "unused", "left", "thread":
-        assert len(list(folder.glob(f"{name}-*"))) <= 5
+    begun = {path.name for path in folder.iterdir()}
+    assert "left-0" in begun
+    # Two of each sweep run at the same time, and only left-0 ends before the exit
+    may_begin = {"left-0", "left-1", "left-2", "unused-0", "unused-1", "thread-0", "thread-1"}
+    assert {name for name in begun if "-" in name} <= may_begin
 
 
 def test_shared_memory_of_the_script(script):
