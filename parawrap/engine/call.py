@@ -373,13 +373,14 @@ class Calls:
             output = joining.join_outputs(outputs, lanes.backend.type)
         if may_write:
             is_joined_tensor = is_cut and type(output) is torch.Tensor
-            has_no_buffers = not used[0].tensors  # then a lane keeps no tensor
-            is_new = is_joined_tensor and has_no_buffers
             is_per_lane = type(output) is list and len(output) == len(used)
             if rules.join == "list" and is_per_lane:
                 output = [*map(hand_over, output, used)]  # an item per lane, each of its replica
-            elif not is_new:
+            elif not is_joined_tensor:
                 output = hand_over_joined(output, outputs, used)
+            elif used[0].tensors:  # else a lane keeps no tensor
+                # It is new, or a tensor that all lanes returned, which lane 0's replica knows too
+                output = hand_over(output, used[0])
 
         # Settle: the writes of forward reach the model and the arguments, or are refused
         if may_write:
