@@ -512,7 +512,7 @@ class Calls:
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the target itself in this thread.
 
-        It takes no lock: plain calls are as safe in threads as the model is by itself.
+        It holds no lock meanwhile: plain calls are as safe in threads as the model is by itself.
         """
         if here.lane is not None:
             return entry.plain(*args, **kwargs)
@@ -529,8 +529,10 @@ class Calls:
             here.lane = None
             if getattr(self.target, "training", False):
                 self.replicas.doubt_buffers()
-        with self._counting:
-            self.plain_calls += 1
+        # A forked child counts nothing: a thread of the parent may hold the lock, and is not here
+        if self.lanes.pid == getpid():
+            with self._counting:
+                self.plain_calls += 1
         return output if self.rules.keep_single else join([output], ONE_SHARD, self.rules)
 
     def apply_replicas(
