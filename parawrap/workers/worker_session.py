@@ -299,8 +299,10 @@ class WorkerSession:
         if prepare is not None:
             args, kwargs = as_call(prepare(*args))
         # A call within a lane must not wait: the caller that has the lock may wait for this lane.
-        # After `close`, calls are the target's own, and need no order
-        needs_no_lock = self._is_closed or here.lane is not None
+        # After `close`, calls are the target's own, and need no order. A forked child takes no
+        # lock: a thread of the parent may hold it, and is not here
+        is_here = self.lanes.are_here
+        needs_no_lock = self._is_closed or here.lane is not None or not is_here
         with nullcontext() if needs_no_lock else self._plain_lock:
             if self._is_ready():
                 # As in a worker
@@ -312,9 +314,10 @@ class WorkerSession:
                 output = record_call(record, lane, entry.plain, *args, **kwargs)
             finally:
                 here.lane = before
-        with self._counting:
-            self._calls += 1
-            self._plain_calls += 1
+        if is_here:
+            with self._counting:
+                self._calls += 1
+                self._plain_calls += 1
         return output if self.rules.keep_single else join([output], _ONE_SHARD, self.rules)
 
     def add_whole(self, request: Request, call: WorkerCall, entry: Entry) -> None:

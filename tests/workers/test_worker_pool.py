@@ -8,6 +8,8 @@ own function.
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import warnings
 from collections import namedtuple
 from contextlib import contextmanager, nullcontext
@@ -77,14 +79,25 @@ def test_answers_are_plain(block, rows):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of os.fork in a process with threads
 def test_forked_child_runs_plainly(block):
-    """A forked child runs plainly. Its end, and the end of its block, leave the lanes of the parent
-    alone.
+    """A forked child runs plainly, also while a thread of the parent is in a plain call. Its end,
+    and the end of its block, leave the lanes of the parent alone.
     """
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def wait(x):
+        begun.set()
+        assert goes_on.wait(PATIENCE_S)
+        return x
+
     x = torch.randn(9, 4)
     pid = block.submit(os.getpid).result()
+    another = threading.Thread(target=torch.no_grad()(block), args=(wait, x[:1]))
+    another.start()
+    assert begun.wait(PATIENCE_S)
     child = os.fork()
     if child == 0:  # os._exit: a child must not run pytest's end
         try:
+            signal.alarm(int(PATIENCE_S))  # ends a child that waits
             outputs = [
                 block(double, x),
                 block.submit(double, x).result(),
@@ -96,6 +109,8 @@ def test_forked_child_runs_plainly(block):
         finally:
             os._exit(4)
     assert os.waitpid(child, 0)[1] == 0
+    goes_on.set()
+    another.join()
     assert block.submit(os.getpid).result() == pid
     assert_same(runs(block, double, x), [x * 2] * 3)
 
