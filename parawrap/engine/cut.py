@@ -302,8 +302,8 @@ class ShardPlan:
     def write_back(self, flat: FlatCall, columns: Columns, loans: Sequence[Loan]) -> None:
         """Repeat what lanes wrote into their copies of tensors in the caller's arguments.
 
-        `columns` are from the method of that name. A write into a part that is a view needs no
-        repetition: it has reached the argument.
+        `columns` are the parts, from `ShardPlan.columns`. A write into a part that is a view needs
+        no repetition: it has reached the argument.
 
         Raises:
             ShardError: If lanes wrote into copies of a tensor that each of them got whole, or that

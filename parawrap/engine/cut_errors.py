@@ -366,7 +366,7 @@ def _find_sequences(
     kind, items = node.type, node.num_children
     is_in_arguments = len(path) >= 2  # and not the pair (args, kwargs), args, or kwargs
     may_be_items = kind is deque or (kind in (list, tuple) and items == rows)
-    # A tensor of one row is none: it would go whole to every lane
+    # A tensor of one row does not count: it would go whole to every lane
     has_rows = any(extent >= 0 and extent != 1 for extent in extents)
     is_unclear = is_in_arguments and may_be_items and not has_rows
     if is_unclear and declarations.find(path) is UNDECLARED:

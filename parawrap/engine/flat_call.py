@@ -22,9 +22,9 @@ from parawrap.tree import PLAIN, TreeSpec, WholeLeaf, address
 
 # Extents of leaves without rows. All are negative, since a row count may be 0 or more
 BROADCAST = -1  # every lane gets the same object
-BEYOND = -3  # a tensor with dims, but without the dim of the rows
-OBJECT = -4  # of a class that parawrap does not know
-EMPTY = -5  # a cache without rows yet: every lane gets a copy
+BEYOND = -2  # a tensor with dims, but without the dim of the rows
+OBJECT = -3  # of a class that parawrap does not know
+EMPTY = -4  # a cache without rows yet: every lane gets a copy
 # The extent of an array of another library is this number less the length, such as -105: two plans
 # for arrays of two lengths have different keys
 ARRAY = -100

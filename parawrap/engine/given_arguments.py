@@ -95,8 +95,8 @@ def _find_marks(loan: Loan) -> Callable[[Any], SentBack | None]:
     """Return a function that takes a value, and returns the mark of an argument, or None."""
     # By id. The loan keeps the arguments alive, so no other object has the id of one
     marks: dict[int, SentBack] = {}
-    # A mark says that this object was an argument. Of a number nobody can say so: all code shares
-    # the small ones. A text that has arrived is a new object. Others that all code shares, such as
+    # A number gets no mark: all code shares the small ones, so one in the output need not be the
+    # argument. A text that has arrived is a new object. Others that all code shares, such as
     # dtypes, may have marks, since they are the caller's objects too
     for number, leaf in enumerate(loan.leaves):
         if not isinstance(leaf, _NUMBERS):

@@ -157,7 +157,7 @@ class InDims:
         return entry_at(entry, rest, UNDECLARED) if is_for_each else entry
 
     def _position_in_rest(self, path: Sequence[Any]) -> int | None:
-        """Return the position in ``*args`` of a path into (args, kwargs); None if it is no part."""
+        """Return the position in ``*args`` that a path into (args, kwargs) leads to, or None."""
         root, key = path[0], path[1]
         is_positional = root == 0  # as in the pair (args, kwargs)
         if self.parameters is None or not is_positional:
