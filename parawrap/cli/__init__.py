@@ -16,6 +16,7 @@ _run_command.py | `parawrap run`: find a function, convert its           | cli/t
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if strays:
         msg = f"unrecognized arguments: {' '.join(strays)}"
         if given.command == "run":
-            cure = f"parawrap run {given.target} -- {' '.join(strays)}"
+            cure = shlex.join(_move_behind_dashes(words[:end], strays) + given.rest)
             msg += f". Put arguments of the function after --: {cure}"
         parser.error(msg)
     try:
@@ -72,6 +73,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     return code
+
+
+def _move_behind_dashes(words: Sequence[str], strays: Sequence[str]) -> list[str]:
+    """Return the command with all strays, which are in the order of the words, behind "--"."""
+    pending = [*strays]
+    kept = []
+    for word in words:
+        if pending and word == pending[0]:
+            pending.pop(0)
+        else:
+            kept.append(word)
+    return ["parawrap", *kept, "--", *strays]
 
 
 def _parser() -> argparse.ArgumentParser:

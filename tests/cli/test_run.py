@@ -203,6 +203,11 @@ WRONG = [
         "Put arguments of the function after --: parawrap run train:typed -- --lr 0.1",
         "train:typed -- --lr 0.1",
     ),
+    (
+        "train:typed --device cpu --n 1 --lr 0.1 --set seed=1",
+        "after --: parawrap run train:typed --device cpu --n 1 --set seed=1 -- --lr 0.1",
+        "train:typed --device cpu --n 1 --set seed=1 -- --lr 0.1",
+    ),
     ("train:main", "train:main: main() missing a required argument: 'lr'", "train:main -- 1"),
     (
         "train:typed -- 0.5 --mode quick",
