@@ -26,7 +26,7 @@ from parawrap.neuroncores._runtime import (
     read_examples,
     save_to_memory,
 )
-from parawrap.tree import flatten
+from parawrap.tree import flatten, unflatten
 
 # One thread at a time places models: "using multiple core placement contexts from multiple threads
 # may not correctly place models" (PyTorch NeuronX NeuronCore Placement APIs)
@@ -171,10 +171,14 @@ class TorchNeuron(_VendorRuntime):
 
 def _observe(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | None:
     """Run the model once on the CPU and return its signature; None if it fails."""
+    leaves, spec = flatten((args, kwargs))
+    # Clones: the model may write into its inputs, which are the user's examples
+    clones = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    args, kwargs = unflatten(spec, clones)
     try:
         with torch.no_grad():
             returned = copy_for_trial(model)(*args, **kwargs)
     # Kernels of the model may exist for NeuronCores only. Mistakes are errors of the vendor's trace
     except Exception:  # noqa: BLE001
         return None
-    return Signature.of(flatten((args, kwargs))[0], flatten(returned)[0])
+    return Signature.of(leaves, flatten(returned)[0])

@@ -31,6 +31,13 @@ def test_trace_passes_everything_on(recorded):
     assert isinstance(compiled, torch.jit.ScriptModule)
 
 
+def test_examples_are_not_written(recorded):
+    """The run that shows the shapes of the outputs leaves the user's examples alone."""
+    x = -torch.ones(2, 3)
+    recorded.runtime.trace(torch.nn.Sequential(torch.nn.ReLU(inplace=True)), x)
+    assert x.tolist() == [[-1] * 3] * 2
+
+
 def test_placing_uses_one_context(recorded):
     """One context places all cores and all compiled parts. The vendor never sees the modules around
     them.
