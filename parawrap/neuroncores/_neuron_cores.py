@@ -38,7 +38,8 @@ def resolve_cores(devices: Any, visible: int) -> tuple[NeuronCore, ...]:
         DeviceUnavailableError: If the process does not have a named core. The message lists the
             cores that it has.
     """
-    if devices is None or devices in CORE_KINDS:
+    is_kind = isinstance(devices, str) and devices.lower() in CORE_KINDS
+    if devices is None or is_kind:
         if visible == 0:
             msg = f"no NeuronCore is allocated to this process. {_ADVICE}"
             raise DeviceUnavailableError(msg)

@@ -37,7 +37,7 @@ def net_of(batch=1, device_ids=None, **options):
     ("device_ids", "indices"),
     [
         (None, [0, 1, 2, 3]),
-        ("nc", [0, 1, 2, 3]),
+        ("NC", [0, 1, 2, 3]),
         ("neuron:2", [2]),
         (3, [3]),
         (["nc:3", 0, "neuron:1", NeuronCore(2)], [3, 0, 1, 2]),
