@@ -27,6 +27,7 @@ from parawrap.api._containers import (
 from parawrap.api._decorated import is_global, is_sent_by_value, look_up
 from parawrap.api.data_parallel import DataParallel
 from parawrap.api.move_to_device import on_lane, recursive_to
+from parawrap.api.scatter_gather import device_named
 from parawrap.api.tuples import cat, cat_rows, rows_of_parts
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
 from parawrap.engine.call import Calls, Entry
@@ -124,13 +125,14 @@ class TupleParallel(DataParallel[T]):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
     ) -> Any:
         """Return the args and the kwargs of each lane: part i of every argument goes to lane i."""
+        # Not `_lanes`, which the session sets later: users may change `device_ids` between calls
+        lanes = list(map(device_named, device_ids))
         # Without lanes, any number of parts runs in turn
-        most = len(self._lanes) if self._lanes else None
-        parts = _split_arguments(inputs, kwargs or {}, most)
+        parts = _split_arguments(inputs, kwargs or {}, len(lanes) or None)
         if not inputs and not kwargs:
             parts *= self.ndevices  # a call without arguments runs once per device
-        if self.transfer_input and self._lanes:
-            parts = _move_to_lanes(parts, self._lanes)
+        if self.transfer_input and lanes:
+            parts = _move_to_lanes(parts, lanes)
         return tuple(part.args for part in parts), tuple(part.kwargs for part in parts)
 
     @property

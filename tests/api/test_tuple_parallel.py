@@ -108,6 +108,15 @@ def test_transfer_input_false():
         TupleParallel(nn.Identity(), TWO)(parts)
 
 
+def test_device_ids_may_change():
+    """As in torch, the next call follows them."""
+    net = TupleParallel(nn.Identity(), TWO)
+    assert net((1, 2)) == (1, 2)
+    net.device_ids = [*map(torch.device, THREE)]
+    assert net.ndevices == 3
+    assert net((1, 2, 3)) == (1, 2, 3)
+
+
 def test_call_without_arguments():
     """As in tuple_parallel, a module without inputs gives one output per device."""
     assert TupleParallel(Calls(lambda: 7), THREE)() == (7, 7, 7)
