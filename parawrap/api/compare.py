@@ -346,7 +346,10 @@ class _SavedBuffer(NamedTuple):
 
     def restore(self) -> None:
         """Put back the same tensor, with the values that it had."""
-        setattr(self.owner, self.name, self.buffer.copy_(self.values))
+        # Outside of inference mode, torch refuses writes of its tensors: no call has written it
+        if not self.buffer.is_inference() or torch.is_inference_mode_enabled():
+            self.buffer.copy_(self.values)
+        setattr(self.owner, self.name, self.buffer)
 
 
 class _Compared:

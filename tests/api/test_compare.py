@@ -339,3 +339,11 @@ def test_the_random_state_of_each_way():
     compare(noise, torch.zeros(9, 3), ["cpu"], **SHORT)
     assert torch.equal(torch.get_rng_state(), state)
     assert drawn.count(torch.rand(()).item()) == 8  # four ways, two turns
+
+
+def test_model_of_inference_mode():
+    """Its buffers refuse writes, and calls in eval mode do not write them."""
+    with torch.inference_mode():
+        model = nn.BatchNorm1d(3).eval()
+    comparison = compare(model, torch.randn(9, 3), ["cpu"] * 2, rounds=2, calls=1, show=False)
+    assert [str(way.outputs) for way in comparison.ways] == ["0"] * 4
