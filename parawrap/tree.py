@@ -11,7 +11,7 @@ leaf        | a node that is not taken apart, such as a tensor or a number
 kept whole  | a class has rules of its own for its instances: each is one leaf (`WholeLeaf`)
 spec        | the structure of a value without its leaves, as optree returns it
 blank       | a registered container without its parts (`_Blank`)
-address     | the place of a leaf as Python code, such as ``args[0]["mask"]``
+address     | the place of a leaf, for messages, such as ``args[0]["mask"]``
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ T = TypeVar("T")
 def recursive_to(val: Any, device: Any, **kwargs: Any) -> Any:
     """Move a nested value to a device with ``.to(device, **kwargs)``.
 
-    The function recurses into lists, tuples, namedtuples, and mappings, and returns new containers.
+    The function recurses into lists, tuples, namedtuples, mappings, and dataclasses. It returns new
+    containers, or `val` itself if all values are on the device already.
     A value with a ``.to`` method is moved by that method, even if the value is a container, such as
     a PackedSequence. Other values are returned unchanged.
 
