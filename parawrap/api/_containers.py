@@ -80,8 +80,10 @@ def rebuild(like: Any, items: dict[Any, Any]) -> Any:
         return like._make(items.values())
     if isinstance(like, tuple):
         return tuple(items.values())
-    # The constructor of a mapping without __setitem__, such as MappingProxyType, takes the items
-    if not isinstance(like, (list, MutableMapping)):
+    # A shallow copy of another mapping would share its items with `like`, which may be the user's.
+    # The constructor of such a class takes the items, as that of MappingProxyType
+    copies_items = isinstance(like, (list, dict)) or hasattr(type(like), "__copy__")
+    if not copies_items or not isinstance(like, (list, MutableMapping)):
         return type(like)(items)
     # A copy: a subclass may carry more than its items
     clone: Any = copy.copy(like)
