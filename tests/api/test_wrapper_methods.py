@@ -11,66 +11,8 @@ import cloudpickle
 import pytest
 
 from parawrap import UnsendableError, current_rank, wrapper
+from tests.helpers.decorated_methods import Model, Small, launched
 from tests.helpers.processes import ranks
-
-launched = wrapper(ranks(1))
-
-
-class UnchainedClassmethod(classmethod):
-    """Binds like classmethod in Python 3.13 and later, which does not call the wrapped function's
-    ``__get__``.
-    """
-
-    def __get__(self, instance, owner=None):
-        return types.MethodType(self.__func__, type(instance) if owner is None else owner)
-
-
-class Model:
-    """Has a method, and a class method and a static method in each decorator order."""
-
-    bias = 10
-
-    def __init__(self, **held):
-        vars(self).update(held)
-
-    @launched
-    def method(self, x):
-        """A method."""
-        return self.bias + x
-
-    @classmethod
-    @launched
-    def above(cls, x):
-        return cls.bias + x
-
-    @UnchainedClassmethod
-    @launched
-    def unchained(cls, x):
-        return cls.bias + x
-
-    @launched
-    @classmethod
-    def below(cls, x):
-        return cls.bias + x
-
-    @staticmethod
-    @launched
-    def static_above(x):
-        return x
-
-    @launched
-    @staticmethod
-    def static_below(x):
-        return x
-
-
-class Small(Model):
-    """Inherits all methods."""
-
-    bias = 0
-
-    def through_super(self, x):
-        return super().method(x)
 
 
 @pytest.mark.parametrize("kind", ["above", "unchained", "below", "static_above", "static_below"])

@@ -6,8 +6,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
+import torch
 from torch import nn
+
+from tests.helpers.waiting import eventually
 
 
 class Dying(nn.Module):
@@ -26,3 +30,37 @@ class Where(nn.Module):
 
     def forward(self, x):
         return x, os.getpid()
+
+
+class Gated(nn.Module):
+    """Scales its input, for odd numbers once the folder has a file ``go``.
+
+    Returns the process id too.
+    """
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        if int(x[0]) % 2:
+            (self.folder / str(int(x[0]))).touch()
+            eventually((self.folder / "go").exists, "go")
+        return x * self.weight, os.getpid()
+
+
+class Keeping(nn.Module):
+    """Returns the sum of all inputs so far, which it keeps."""
+
+    kept: list[torch.Tensor] = []  # noqa: RUF012
+
+    def forward(self, x):
+        self.kept.append(x)
+        return torch.stack([each.sum() for each in self.kept]).sum()[None]
+
+
+class Sleeping(nn.Module):
+    def forward(self, x):
+        time.sleep(0.02)
+        return x

@@ -238,7 +238,7 @@ def test_ranks_without_groups_cannot_agree():
         assert APART not in notes_of(caught.value)
 
 
-def test_errors_that_keep_the_ranks_in_step():
+def test_errors_that_keep_the_ranks_in_step(world):
     """A call of one rank has no note, and neither has one whose arguments do not arrive.
 
     A cancelled call has one.
@@ -251,23 +251,22 @@ def test_errors_that_keep_the_ranks_in_step():
         def __reduce__(self):
             return int, ("no number",)
 
-    with ranks().open() as opened:
-        for call, error in [
-            (lambda: opened[1](fail), KeyError),
-            (lambda: opened(use, threading.Lock()), UnsendableError),
-            (lambda: opened(use, Unreadable()), ValueError),
-        ]:
-            with pytest.raises(error) as caught:
-                call()
-            assert APART not in notes_of(caught.value)
-        launch = opened.submit(block, "event")
-        eventually(Path("blocked").exists, "the call")
-        Path("blocked").unlink()
-        launch.cancel()
-        for _ in range(2):
-            with pytest.raises(LaunchCancelledError) as caught:
-                launch.results()
-            assert notes_of(caught.value).count(APART) == 1
+    for call, error in [
+        (lambda: world[1](fail), KeyError),
+        (lambda: world(use, threading.Lock()), UnsendableError),
+        (lambda: world(use, Unreadable()), ValueError),
+    ]:
+        with pytest.raises(error) as caught:
+            call()
+        assert APART not in notes_of(caught.value)
+    launch = world.submit(block, "event")
+    eventually(Path("blocked").exists, "the call")
+    Path("blocked").unlink()
+    launch.cancel()
+    for _ in range(2):
+        with pytest.raises(LaunchCancelledError) as caught:
+            launch.results()
+        assert notes_of(caught.value).count(APART) == 1
 
 
 class FailsInRanks:

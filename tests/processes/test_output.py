@@ -110,16 +110,16 @@ def test_unread_output_costs_no_memory(monkeypatch):
     transcript = Transcript(printer, "")
     tracemalloc.start()
     try:
-        for number in range(60_000):
+        for number in range(30_000):
             transcript.write(1, b"%099d\n" % number)
-        assert tracemalloc.get_traced_memory()[0] < 3 << 20
+        assert tracemalloc.get_traced_memory()[0] < 3 << 19
     finally:
         tracemalloc.stop()
         gate.set()
     transcript.finish()
     printer.finish()
-    eventually(lambda: len(shown.getvalue()) == 6_000_000, "all output")
-    assert shown.getvalue().splitlines() == [f"{number:099d}" for number in range(60_000)]
+    eventually(lambda: len(shown.getvalue()) == 3_000_000, "all output")
+    assert shown.getvalue().splitlines() == [f"{number:099d}" for number in range(30_000)]
 
 
 def test_unusable_log_is_named(tmp_path):
@@ -232,7 +232,7 @@ def test_unread_output_stops_no_launch():
     ) as script:
         expected = b"timed out, done"
         assert script.stderr.read(len(expected)) == expected
-        assert script.stdout.read().count(b"\n") >= 6000
+        assert script.stdout.read().count(b"\n") >= 2400
 
 
 class BrokenPipe(io.StringIO):

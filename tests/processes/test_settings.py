@@ -10,6 +10,7 @@ import torch
 
 from parawrap import wrapper
 from tests.helpers.processes import ranks
+from tests.helpers.ranks import draw_numbers, settings_of_torch
 
 
 @pytest.fixture
@@ -21,16 +22,6 @@ def restored_torch():
     torch.set_default_dtype(dtype)
     torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(False)
-
-
-def settings_of_torch():
-    return (
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.benchmark,
-    )
 
 
 def test_ranks_have_settings_of_the_script(restored_torch, monkeypatch):
@@ -48,17 +39,13 @@ def test_ranks_have_settings_of_the_script(restored_torch, monkeypatch):
     assert launchable() == (after,)
 
 
-def drawn():
-    return random.random(), torch.rand(1).item(), np.random.rand()
-
-
 @pytest.mark.parametrize("seed", [2**63 + 5, -3])
 def test_ranks_have_seed_of_the_script(seed, restored_torch):
     """Every launch starts from the script's last seed, in all ranks and all generators; so does
     `inline`.
     """
     torch.manual_seed(seed)
-    launchable = wrapper(ranks(ipc_groups=None))(drawn)
+    launchable = wrapper(ranks(ipc_groups=None))(draw_numbers)
     first, second = launchable()
     assert first == second
     assert first[1] == torch.rand(1).item()
@@ -67,14 +54,14 @@ def test_ranks_have_seed_of_the_script(seed, restored_torch):
     random.seed(4)
     torch.manual_seed(4)
     np.random.seed(4)
-    here = drawn()
+    here = draw_numbers()
     assert here != first
-    assert wrapper(ranks(1, seed=4))(drawn)() == launchable()[:1] == (here,)
+    assert wrapper(ranks(1, seed=4))(draw_numbers)() == launchable()[:1] == (here,)
 
 
 def test_seed_none_draws_in_every_rank():
     """No generator draws the same numbers in two ranks or two launches."""
-    launchable = wrapper(ranks(seed=None, ipc_groups=None))(drawn)
+    launchable = wrapper(ranks(seed=None, ipc_groups=None))(draw_numbers)
     draws = [*launchable(), *launchable()]
     for generator in zip(*draws, strict=True):
         assert len(set(generator)) == 4

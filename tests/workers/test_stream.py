@@ -14,12 +14,7 @@ from parawrap import SessionError
 from parawrap.workers import chunk_size
 from parawrap.workers.worker_lanes import WorkerLanes
 from tests.helpers.pools import processes
-
-
-class Sleeping(nn.Module):
-    def forward(self, x):
-        time.sleep(0.02)
-        return x
+from tests.helpers.worker_models import Sleeping
 
 
 @pytest.fixture
@@ -50,9 +45,9 @@ def test_small_batches_share_messages(sizes, ordered, monkeypatch):
     with processes(nn.Identity()) as p:
         for _ in range(2):
             sizes.clear()
-            assert sorted(firsts(p.map(numbers(2000), ordered=ordered))) == [*range(2000)]
-            assert sum(sizes) == 2000
-            assert len(sizes) < 500
+            assert sorted(firsts(p.map(numbers(800), ordered=ordered))) == [*range(800)]
+            assert sum(sizes) == 800
+            assert len(sizes) < 200
             assert max(sizes) <= 64
         assert sizes[0] > 1
 

@@ -23,34 +23,9 @@ from parawrap.workers.submitted_call import SubmittedCall
 from parawrap.workers.worker_lanes import WorkerLanes
 from tests.helpers.pools import processes
 from tests.helpers.waiting import eventually
+from tests.helpers.worker_models import Dying, Gated, Keeping
 
 MIB = 1 << 20
-
-
-class Gated(nn.Module):
-    """Scales its input, for odd numbers once the folder has a file ``go``.
-
-    Returns the process id too.
-    """
-
-    def __init__(self, folder):
-        super().__init__()
-        self.folder = folder
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        if int(x[0]) % 2:
-            (self.folder / str(int(x[0]))).touch()
-            eventually((self.folder / "go").exists, "go")
-        return x * self.weight, os.getpid()
-
-
-class Keeping(nn.Module):
-    kept: list[torch.Tensor] = []  # noqa: RUF012
-
-    def forward(self, x):
-        self.kept.append(x)
-        return torch.stack([each.sum() for each in self.kept]).sum()[None]
 
 
 def numbers(*values):
@@ -260,10 +235,6 @@ def test_new_worker_beside_a_busy_one(tmp_path):
         assert firsts([busy.result()]) == [1]
 
 
-def exit_at_once(_):
-    os._exit(3)
-
-
 def test_reader_after_the_last_worker(monkeypatch):
     """A caller that reads gets the error of its call, also while another thread is about to tell it
     and no worker is left.
@@ -283,10 +254,10 @@ def test_reader_after_the_last_worker(monkeypatch):
             if threading.current_thread() is caller:
                 has_read.set()
 
-    with parallel(exit_at_once, ["cpu"], workers="process", retries=0) as p:
+    with parallel(Dying(), ["cpu"], workers="process", retries=0) as p:
         lanes = p._session.lanes
         monkeypatch.setattr(SubmittedCall, "end", end_late)
-        future = p.submit(torch.ones(1))  # the thread of the block receives its end
+        future = p.submit(-torch.ones(1))  # the thread of the block receives its end
         assert is_telling.wait(60)
         monkeypatch.setattr(lanes, "_receive", receive)
         with pytest.raises(RankDiedError):
@@ -311,12 +282,6 @@ def test_an_interrupted_reader(owner, step, monkeypatch):
         assert future.result(20) == 1
 
 
-def exit_if_negative(x):
-    if x < 0:
-        os._exit(3)
-    return x
-
-
 def test_submit_while_a_worker_ends(monkeypatch):
     """A process may end seconds after its connection. Other calls are sent meanwhile."""
     is_ending, was_sent, in_time = threading.Event(), threading.Event(), []
@@ -328,12 +293,12 @@ def test_submit_while_a_worker_ends(monkeypatch):
         return death(worker)
 
     monkeypatch.setattr(LocalWorker, "death", end_late)
-    with processes(exit_if_negative, retries=0) as p:
-        lost = p.submit(torch.tensor(-1.0))
+    with processes(Dying(), retries=0) as p:
+        lost = p.submit(-torch.ones(1))
         assert is_ending.wait(60)
-        sent = p.submit(torch.tensor(1.0))
+        sent = p.submit(torch.ones(1))
         was_sent.set()
-        assert sent.result(60) == 1
+        assert sent.result(60) == 2
         with pytest.raises(RankDiedError):
             lost.result(60)
     assert all(in_time)

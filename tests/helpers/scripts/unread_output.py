@@ -8,7 +8,7 @@ from parawrap.errors import LaunchTimeoutError
 
 
 def talk(then_s):
-    for _ in range(3000):
+    for _ in range(1200):
         print("x" * 1000, flush=True)
     time.sleep(then_s)
 
