@@ -246,8 +246,9 @@ class _TupleFunction(wrapt.FunctionWrapper[..., Any]):
         # wrapt keeps names that begin with _self_ here. All other names are the function's
         self._self_run = run
 
-    @property  # type: ignore[misc]  # in Python, it may be read-only
-    def __class__(self) -> Any:
+    # In Python, it may be read-only
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         # cloudpickle takes an object of the class of functions for one, and would pickle the
         # function without its decorator. A proxy of a module stays one, so that it is a submodule
         kind = type(self.__wrapped__)
@@ -272,7 +273,8 @@ def _reduce_for_cloudpickle(function: _TupleFunction) -> tuple[Any, ...]:
     return function.__reduce_ex__(4)  # the number is not used
 
 
-cloudpickle.CloudPickler.dispatch_table[_TupleFunction] = _reduce_for_cloudpickle
+_table: Any = cloudpickle.CloudPickler.dispatch_table
+_table[_TupleFunction] = _reduce_for_cloudpickle
 
 
 def _run_in_turn(

@@ -347,8 +347,12 @@ def _find_objects(
             description = (
                 f"{is_a}, which may have one item per row, or a state that each lane would change"
             )
-            fits = has_items(leaf) and len(leaf) in (1, rows)
-            yield _Unclear(path, description, may_be_items=fits)
+            yield _Unclear(path, description, may_be_items=_may_have_items(leaf, rows))
+
+
+def _may_have_items(value: Any, rows: int) -> bool:
+    """True if a value may have one item per row. A single item is the same for every row."""
+    return has_items(value) and len(value) in (1, rows)
 
 
 def _find_sequences(

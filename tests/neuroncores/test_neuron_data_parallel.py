@@ -206,6 +206,7 @@ def test_layers_around_a_compiled_model(host, device_ids):
     assert counts(host, "models") == FREE
 
 
+@torch.no_grad()
 def test_a_lazy_layer_gets_its_shape_in_the_first_call(host):
     """This call runs on no core, so it has the compiled number of rows."""
     plain, compiled, _ = net_of(batch=2)
