@@ -350,7 +350,7 @@ def _find_objects(
             yield _Unclear(path, description, may_be_items=_may_have_items(leaf, rows))
 
 
-def _may_have_items(value: Any, rows: int) -> bool:
+def _may_have_items(value: Any, rows: int | None) -> bool:
     """True if a value may have one item per row. A single item is the same for every row."""
     return has_items(value) and len(value) in (1, rows)
 
