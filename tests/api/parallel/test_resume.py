@@ -397,7 +397,7 @@ class Settings:
         (Settings(1, [Path("a")]), Settings(1, [Path("b")])),
         (SimpleNamespace(size=1), SimpleNamespace(size=2)),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,  # the text of a set varies
 )
 def test_values_among_arguments_count(argument, other):
     """An argument of a partial or of `build` may name the weights, or the size of the model."""
