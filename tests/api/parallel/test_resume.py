@@ -663,8 +663,3 @@ def test_models_inside_objects_are_compared(make, tmp_path):
         list(p.map(batches, resume=tmp_path))
     with parallel(make(models[1]), TWO) as p, pytest.raises(ResumeError, match="other weights"):
         list(p.map(batches, resume=tmp_path))
-
-
-def test_a_folder_has_a_name():
-    with parallel(torch.nn.Linear(4, 2), TWO) as p, pytest.raises(ResumeError, match="no folder"):
-        list(p.map([torch.ones(3, 4)], resume=""))
