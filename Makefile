@@ -78,10 +78,12 @@ test-pages: $(VENV)/.with-browser  ## pages in a headless browser (needs chromiu
 
 # Not part of `make test`, which takes minutes and needs only Python. These tests need root and the
 # Debian packages slurmctld, slurmd, slurm-client, munge, and iproute2; they skip without them.
-# Those of Ray and of Slurm run at the same time. Both include the contract suite; `make test-long`
-# runs it for the launchers that need no cluster.
+# Those of Ray and of Slurm run one after the other: Ray's nodes cannot start while the first jobs of
+# Slurm's tests take all processors. Both include the contract suite; `make test-long` runs it for
+# the launchers that need no cluster.
 test-clusters: $(VENV)/.with-slurm $(VENV)/.with-ray  ## Slurm and Ray clusters (needs root)
-	$(MAKE) --jobs=2 --output-sync=target test-slurm test-ray
+	$(MAKE) test-slurm
+	$(MAKE) test-ray
 
 test-slurm: $(VENV)/.with-slurm
 	$(BIN)/python -m pytest tests -m slurm
