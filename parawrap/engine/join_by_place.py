@@ -69,7 +69,9 @@ Originals = Callable[[], Sequence[Callable[[Any], Any]]]
 That takes a value of the lane, and returns the caller's value that it is a copy of, or None."""
 
 MANY_PADDED = "more than one output must be padded, and no padding is right for every output"
-_PROVES_NOTHING = "Equal values do not make it one value: two lanes that count 3 rows each count 6"
+_PROVES_NOTHING = (
+    "Equal values do not make it one value: if two lanes count 3 rows each, the plain call counts 6"
+)
 
 
 class Joiner:

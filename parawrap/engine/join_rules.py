@@ -282,7 +282,10 @@ def _entries_of_parts(name: str, option: Any, missing: Any, keys: Sequence[Any])
         return [option] * len(keys)
     has_positions = [*keys] == [*range(len(keys))]
     if not has_positions:  # a dict has its parts sorted by key, and not as the user wrote them
-        _refuse_options(f"{name} declares a tuple, and the output has the keys {[*keys]} here")
+        _refuse_options(
+            f"{name} declares a tuple, and the output has the keys {[*keys]} here. Declare a dict "
+            "with these keys"
+        )
     if len(option) != len(keys):
         _refuse_options(f"{name} declares {len(option)} items, and the output has {len(keys)} here")
     return list(option)

@@ -163,8 +163,8 @@ class _Task:
         except EndOrdered:
             return Ended(time.time())
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
-            # In `at` is the number of this failure among those of all ranks, and no time: only the
-            # order of failures matters
+            # Here `at` is not a time, but the number of this failure among those of all ranks: only
+            # the order of failures matters
             return replace(outcome_of(error), at=self._count_failure())
 
     def _value(self) -> bytes:
